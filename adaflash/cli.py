@@ -1,0 +1,123 @@
+"""The `adaflash` command: one entry point per process, plus the offline tools. Heavy imports happen inside commands."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(help="Online adaptation of block-diffusion drafters for LLM serving.", no_args_is_help=True)
+drafter_app = typer.Typer(help="Make and look at drafter checkpoints.", no_args_is_help=True)
+app.add_typer(drafter_app, name="drafter")
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with this process's settings.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any other setting as name=value; see docs/configuration.md.", metavar="NAME=VALUE"),
+]
+
+
+def main() -> None:
+    """Runs the command; expected errors become one line on stderr and exit code 1."""
+    from adaflash.checkpoint import CheckpointError
+    from adaflash.config import ConfigError
+    from adaflash.connect import RedisUnavailable
+    from adaflash.drafter import DrafterConfigError
+    from adaflash.target import TargetError
+    from adaflash.versions import VersionError
+
+    expected: list[type[Exception]] = [
+        *(CheckpointError, ConfigError, RedisUnavailable, DrafterConfigError, TargetError, VersionError, UserError)
+    ]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        app()
+    except tuple(expected) as error:
+        print(f"adaflash: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+class UserError(RuntimeError):
+    """An error whose message is all the user needs."""
+
+
+def settings(pairs: list[str] | None) -> dict[str, Any]:
+    """`--set` pairs as keyword arguments."""
+    out: dict[str, Any] = {}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UserError(f"--set {pair}: expected NAME=VALUE")
+        head, dot, tail = name.strip().replace("-", "_").partition(".")
+        if dot:
+            out.setdefault(head, {})[tail] = value
+        else:
+            out[head] = value
+    return out
+
+
+@app.command()
+def worker(
+    config: ConfigFile = None,
+    model: Annotated[str | None, typer.Option(help="Target: local HF directory or hub id.")] = None,
+    name: Annotated[str | None, typer.Option(help="Served model name. Default: last part of the model's path.")] = None,
+    versions: Annotated[Path | None, typer.Option(help="Drafter version store, shared with the trainer.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Drafter to start with while nothing is released.")] = None,
+    route: Annotated[str | None, typer.Option(help="dspark (default), dflash (safe mode) or none.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address the engine listens on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Engine port.")] = None,
+    ops_port: Annotated[int | None, typer.Option(help="Port of the agent's /metrics, /healthz, /readyz.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    redis_url: Annotated[str | None, typer.Option(help="Redis. Default: $REDIS_URL or the local one.")] = None,
+    more: Set = None,
+) -> None:
+    """Serve a target with its drafter on stock SGLang, log rollouts, follow released drafter versions."""
+    from adaflash.config import load
+    from serving.ports import PortInUse
+    from serving.worker.agent import Agent, WorkerFailed
+    from serving.worker.config import WorkerConfig
+
+    given = dict(model=model, name=name, versions=versions, drafter=drafter, route=route, host=host, port=port)
+    given |= dict(ops_port=ops_port, dtype=dtype, redis_url=redis_url)
+    try:
+        Agent(load(WorkerConfig, config, **given, **settings(more))).run()
+    except (WorkerFailed, PortInUse) as error:
+        raise UserError(str(error)) from error
+
+
+@app.command("model")
+def model_command() -> None:
+    """Convert the demo's small LLM (SmolLM2-135M-Instruct) once and print its directory."""
+    from demo.model import ModelError, ensure_model
+
+    try:
+        print(ensure_model(lambda text: print(text, file=sys.stderr)))
+    except ModelError as error:
+        raise UserError(str(error)) from error
+
+
+@drafter_app.command("init")
+def drafter_init(
+    target: Annotated[str, typer.Option(help="Target: local HF directory or hub id.")],
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    layers: Annotated[int, typer.Option(help="Drafter layers.", min=1)] = 2,
+    block: Annotated[int, typer.Option(help="Slots per block, the anchor included.", min=2)] = 8,
+    layer_ids: Annotated[str | None, typer.Option(help="Target layers to read, comma separated. Default: 5, spread.")] = None,
+    mask_token_id: Annotated[int | None, typer.Option(help="Token of undrafted slots. Default: an unused special one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: the target's.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+) -> None:
+    """Make a random drafter for a target, with a checked config."""
+    from adaflash.bootstrap import init_drafter
+
+    ids = [int(i) for i in layer_ids.split(",")] if layer_ids else None
+    c = init_drafter(target, out, layers=layers, block=block, layer_ids=ids, mask_token_id=mask_token_id, dtype=dtype, seed=seed)
+    print(f"{out}: {c.num_hidden_layers} layers, block {c.block_size}, context layers {list(c.target_layer_ids)}")
+
+
+if __name__ == "__main__":
+    main()

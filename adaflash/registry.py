@@ -1,0 +1,73 @@
+"""Contract 4, the worker registry: each worker keeps one expiring entry in Redis; gateway and dashboards read them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from redis import Redis
+
+from adaflash.keys import Keys
+
+TTL_SECONDS = 15.0
+State = Literal["starting", "ready", "swapping", "draining", "failed"]
+
+
+class WorkerEntry(BaseModel):
+    """What a worker says about itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    url: str
+    model: str
+    target: str
+    state: State
+    version: str
+    checksum: str
+    tau: float | None = None
+    in_flight: int = 0
+    reason: str = ""
+    at: float = 0.0
+
+
+class Registry:
+    """Reads and writes the entries of one model."""
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self.redis, self.keys = redis, keys
+
+    def announce(self, entry: WorkerEntry) -> None:
+        """Writes `entry`; it vanishes by itself after TTL_SECONDS without another call."""
+        body = entry.model_copy(update={"at": time.time()}).model_dump_json()
+        with self.redis.pipeline(transaction=False) as p:
+            p.set(self.keys.worker(entry.id), body, px=int(TTL_SECONDS * 1000))
+            p.sadd(self.keys.workers, entry.id)
+            p.execute()
+
+    def withdraw(self, worker_id: str) -> None:
+        """Removes an entry at once."""
+        with self.redis.pipeline(transaction=False) as p:
+            p.delete(self.keys.worker(worker_id))
+            p.srem(self.keys.workers, worker_id)
+            p.execute()
+
+    def live(self) -> list[WorkerEntry]:
+        """All entries that have not expired, by id; forgets the ids of those that have."""
+        members: Any = self.redis.smembers(self.keys.workers)
+        ids = sorted(m.decode() if isinstance(m, bytes) else m for m in members)
+        if not ids:
+            return []
+        bodies: Any = self.redis.mget([self.keys.worker(i) for i in ids])
+        gone = [i for i, body in zip(ids, bodies, strict=True) if body is None]
+        if gone:
+            self.redis.srem(self.keys.workers, *gone)
+        entries = []
+        for body in bodies:
+            if body is not None:
+                try:
+                    entries.append(WorkerEntry.model_validate_json(body))
+                except ValidationError:
+                    continue  # written by a newer release; not ours to route to
+        return entries

@@ -1,0 +1,199 @@
+"""Contract 2, the drafter version: an immutable directory `v<number>/` that the trainer publishes and workers stage.
+
+Written under a temporary name, fsynced, then renamed; a version is never changed afterwards. The manifest carries the
+sha256 of every file, so a reader can prove what it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from adaflash.checkpoint import CONFIG, WEIGHTS, CheckpointError, check_weights, read_drafter_config, read_weights, save_drafter
+from adaflash.drafter import Drafter, DrafterConfig, one_line
+
+MANIFEST = "manifest.json"
+
+
+class VersionError(ValueError):
+    """A version that is missing, damaged or foreign; the message says which file or field."""
+
+
+class Manifest(BaseModel):
+    """What a version is, where it came from and what it must hash to."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    number: int = Field(ge=0)
+    parent: int | None
+    created_at: float = Field(description="Unix time, seconds")
+    target: str = Field(description="fingerprint of the target it was trained for")
+    files: dict[str, str] = Field(description="sha256 of every other file of the directory")
+    training: dict[str, Any] = Field(default_factory=dict, description="loss, tokens, rounds: for people")
+    gate: dict[str, Any] = Field(default_factory=dict, description="why it was allowed out")
+
+    @property
+    def label(self) -> str:
+        """`v<number>`: the directory's name and the engine's weight version."""
+        return label(self.number)
+
+
+def label(number: int) -> str:
+    """The name of version `number`."""
+    return f"v{number}"
+
+
+def parse_label(text: str) -> int:
+    """The number in `v<number>`."""
+    match = re.fullmatch(r"v(\d+)", text)
+    if not match:
+        raise VersionError(f"{text!r} is not a version label such as v12")
+    return int(match[1])
+
+
+class VersionStore:
+    """The directory that holds a model's versions: a local path or a volume that trainer and workers share."""
+
+    def __init__(self, root: str | Path) -> None:
+        text = str(root).removeprefix("file://")
+        if "://" in text:
+            raise VersionError(f"version store {root}: only local paths and shared volumes are supported")
+        self.root = Path(text).expanduser().absolute()
+
+    def path(self, number: int) -> Path:
+        """The directory of version `number`, whether it exists or not."""
+        return self.root / label(number)
+
+    def numbers(self) -> list[int]:
+        """All published versions, oldest first."""
+        if not self.root.is_dir():
+            return []
+        return sorted(parse_label(p.name) for p in self.root.iterdir() if re.fullmatch(r"v\d+", p.name))
+
+    def publish(
+        self,
+        drafter: Drafter,
+        dtype: torch.dtype,
+        *,
+        target: str,
+        parent: int | None,
+        training: dict[str, Any] | None = None,
+        gate: dict[str, Any] | None = None,
+        number: int | None = None,
+    ) -> Manifest:
+        """Writes the next version (or `number`) and returns its manifest; raises VersionError if it exists."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        chosen = number if number is not None else (self.numbers() or [-1])[-1] + 1
+        scratch = Path(tempfile.mkdtemp(dir=self.root, prefix=".writing-"))
+        try:
+            save_drafter(drafter, scratch, dtype)
+            manifest = Manifest(
+                number=chosen,
+                parent=parent,
+                created_at=time.time(),
+                target=target,
+                files={n: sha256(scratch / n) for n in (CONFIG, WEIGHTS)},
+                training=training or {},
+                gate=gate or {},
+            )
+            (scratch / MANIFEST).write_text(manifest.model_dump_json(indent=1))
+            scratch.chmod(0o755)
+            for file in (*scratch.iterdir(), scratch):
+                _fsync(file)
+            if self.path(chosen).exists():
+                raise VersionError(f"{label(chosen)} already exists in {self.root}; versions are never overwritten")
+            scratch.rename(self.path(chosen))
+            _fsync(self.root)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        return manifest
+
+    def manifest(self, number: int) -> Manifest:
+        """The manifest of a version."""
+        return read_manifest(self.path(number))
+
+    def discard_unfinished(self) -> None:
+        """Removes what a writer that died left under temporary names; call only while no one publishes."""
+        for leftover in self.root.glob(".writing-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest in `directory`; VersionError if it is missing or malformed."""
+    try:
+        return Manifest.model_validate_json((directory / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise VersionError(f"{directory.name}: {MANIFEST} is missing") from None
+    except ValidationError as error:
+        raise VersionError(f"{directory.name}: {MANIFEST}: {one_line(error)}") from None
+
+
+def verify(directory: Path, *, target: str | None = None, like: DrafterConfig | None = None) -> Manifest:
+    """Proves a version before anyone loads it: hashes, tensor names, shapes, finite values, and that it is for us.
+
+    `target`: the fingerprint it must be trained for. `like`: the config of the drafter it would replace.
+    """
+    manifest = read_manifest(directory)
+    if directory.name != manifest.label:
+        raise VersionError(f"{directory.name}: its manifest says {manifest.label}")
+    for name, expected in manifest.files.items():
+        file = directory / name
+        if not file.is_file():
+            raise VersionError(f"{directory.name}: {name} is missing")
+        if sha256(file) != expected:
+            raise VersionError(f"{directory.name}: {name} does not match the sha256 in its manifest")
+    if not {CONFIG, WEIGHTS} <= manifest.files.keys():
+        raise VersionError(f"{directory.name}: the manifest does not cover {CONFIG} and {WEIGHTS}")
+    if target is not None and manifest.target != target:
+        raise VersionError(f"{directory.name}: trained for target {manifest.target}, this worker serves {target}")
+    try:
+        config = read_drafter_config(directory)
+        if like is not None and config != like:
+            raise VersionError(f"{directory.name}: its config differs from that of the running drafter")
+        check_weights(config, read_weights(directory))
+    except CheckpointError as error:
+        raise VersionError(f"{directory.name}: {error}") from error
+    return manifest
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def target_fingerprint(directory: str | Path) -> str:
+    """A short hash of what makes a target this target: config, tokenizer, and size and name of its weight files.
+
+    Weights are identified by name and size, not hashed: a target of hundreds of gigabytes must not be read for this.
+    """
+    root = Path(directory)
+    h = hashlib.sha256()
+    if not root.is_dir():
+        h.update(str(directory).encode())
+        return h.hexdigest()[:16]
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (root / name).is_file():
+            h.update(json.dumps([name, sha256(root / name)]).encode())
+    for file in sorted(root.glob("*.safetensors")):
+        h.update(json.dumps([file.name, file.stat().st_size]).encode())
+    return h.hexdigest()[:16]
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,1 @@
+"""Model classes that SGLang registers through `SGLANG_EXTERNAL_MODEL_PACKAGE`."""

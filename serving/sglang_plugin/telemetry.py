@@ -1,0 +1,55 @@
+"""Counters of the plugin, exported through SGLang's own `/metrics` (its multiprocess directory collects them)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Gauge
+
+if TYPE_CHECKING:
+    from serving.sglang_plugin.capture import Finished
+
+DOMAINS_KEPT = 32  # further domain names are counted as "other"
+
+
+class Telemetry:
+    """Created once in rank 0's scheduler."""
+
+    def __init__(self) -> None:
+        self._domains = {"other"}
+        self.output_tokens = Counter(
+            "adaflash_output_tokens_total", "Tokens emitted by verify steps of finished requests.", ["domain"]
+        )
+        self.verify_steps = Counter("adaflash_verify_steps_total", "Verify steps of finished requests.", ["domain"])
+        self.verified_rows = Counter("adaflash_verified_rows_total", "Block rows the target verified, anchor included.")
+        self.slot_accepted = Counter("adaflash_slot_accepted_total", "Verify steps that accepted this slot.", ["slot"])
+        self.rollouts = Counter("adaflash_rollouts_total", "Finished requests by what became of their rollout.", ["result"])
+        self.plugin_active = Gauge(
+            "adaflash_plugin_active", "1 while capture runs in the scheduler.", multiprocess_mode="livemax"
+        )
+        self.plugin_active.set(1)
+        for result in ("written", "dropped_queue", "dropped_redis", "opted_out", "capture_failed"):
+            self.rollouts.labels(result)
+
+    def domain(self, name: str) -> str:
+        """`name` if it is among the first few seen, else "other": labels stay bounded."""
+        if name not in self._domains and len(self._domains) < DOMAINS_KEPT:
+            self._domains.add(name)
+        return name if name in self._domains else "other"
+
+    def finished(self, f: Finished) -> None:
+        """Counts one finished request."""
+        domain = self.domain(str(f.tags.get("domain") or "other"))
+        self.output_tokens.labels(domain).inc(sum(f.accepted))
+        self.verify_steps.labels(domain).inc(len(f.accepted))
+        self.verified_rows.inc(sum(f.verified))
+        for slot in range(1, max(f.accepted, default=1)):
+            self.slot_accepted.labels(str(slot)).inc(sum(a > slot for a in f.accepted))
+
+    def rollout(self, result: str, count: int = 1) -> None:
+        """Counts what became of rollouts."""
+        self.rollouts.labels(result).inc(count)
+
+    def capture_failed(self) -> None:
+        """Counts a step whose capture raised."""
+        self.rollout("capture_failed")

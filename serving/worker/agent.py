@@ -1,0 +1,258 @@
+"""The agent around one engine: start and prove it, keep it registered, follow the released version, drain on SIGTERM.
+
+The main loop reads from top to bottom in `Agent.run`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prometheus_client import Counter, Gauge, Histogram
+from redis.exceptions import RedisError
+
+from adaflash.connect import require
+from adaflash.keys import Keys
+from adaflash.registry import Registry, State, WorkerEntry
+from adaflash.release import Release
+from adaflash.versions import VersionError, VersionStore, label, target_fingerprint
+from serving.ops import serve_ops
+from serving.ports import require_free
+from serving.worker import launch, proof
+from serving.worker.client import Engine, EngineError
+from serving.worker.config import WorkerConfig
+from serving.worker.swap import EngineBroken, SwapError, Swapper, stage
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 2.0
+RETRY_SECONDS = 30.0  # before a version that failed to stage or swap is tried again
+
+SWAPS = Counter("adaflash_swaps_total", "Drafter swaps by result.", ["result"])
+SWAP_PAUSE = Histogram(
+    "adaflash_swap_pause_seconds", "Time generation stood still.", buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+)
+VERSION = Gauge("adaflash_drafter_version", "Number of the drafter version that runs, -1 without one.")
+SPECULATION = Gauge("adaflash_speculation_active", "1 if the start-up proof saw speculation.")
+
+
+class WorkerFailed(RuntimeError):
+    """The engine did not start or did not prove itself."""
+
+
+class Agent:
+    """One worker process."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.keys = Keys(config.served_name)
+        self.stop = threading.Event()
+        self.state: State = "starting"
+        self.reason = ""
+        self.version, self.checksum = "", ""
+        self._failed: dict[int, float] = {}
+
+    def run(self) -> None:
+        """Checks, start, proof, loop, drain. Raises one clear error if it cannot start."""
+        c = self.config
+        require_free(c.host, c.port, "--port")
+        require_free(c.host, c.ops_port, "--ops-port")
+        redis = require(c.redis_url)
+        self.registry, self.release = Registry(redis, self.keys), Release(redis, self.keys, c.worker_id)
+        self.store = VersionStore(c.versions)
+        self.target = target_fingerprint(c.model)
+        launch.target_shape(c.model)
+        signal.signal(signal.SIGTERM, lambda *_: self.stop.set())
+        signal.signal(signal.SIGINT, lambda *_: self.stop.set())
+        serve_ops(c.host, c.ops_port, lambda: self.state == "ready")
+        with tempfile.TemporaryDirectory(prefix="adaflash-worker-") as run_dir:
+            self.run_dir, self.stage_dir = Path(run_dir), Path(run_dir) / "stage"
+            self.stage_dir.mkdir()
+            self.drafter = self._first_drafter()
+            self.engine = Engine(c.url, c.admin_key, c.swap_seconds)
+            self.process = launch.start(c, self.drafter, self.target, self.run_dir, self.stage_dir)
+            heartbeat = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
+            heartbeat.start()
+            try:
+                self._wait_until_up()
+                self.checksum = proof.prove(self.engine, self.run_dir, self.drafter)
+                swapper = Swapper(self.engine, self.run_dir)
+                SPECULATION.set(self.drafter is not None)
+                self._become("ready")
+                logger.info("ready at %s, drafter %s", c.url, self.version or "none")
+                self._follow(swapper)
+            except proof.ProofFailed as error:
+                raise WorkerFailed(str(error)) from error
+            finally:
+                self._drain()
+
+    def _first_drafter(self) -> launch.Drafter | None:
+        """The released version if there is one that proves itself, else `--drafter`, else none."""
+        c = self.config
+        VERSION.set(-1)
+        if c.route == "none":
+            return None
+        active = self.release.state().active
+        if active is not None:
+            try:
+                directory, manifest = stage(self.store, active, self.stage_dir, self.target, None)
+            except VersionError as error:
+                logger.error("the released version cannot be served: %s", error)
+            else:
+                config = launch.check_drafter(c.model, directory)
+                self.version = manifest.label
+                VERSION.set(active)
+                return launch.Drafter(directory, config, self.version)
+        if c.drafter is not None:
+            self.version = "initial"
+            return launch.Drafter(c.drafter, launch.check_drafter(c.model, c.drafter), self.version)
+        logger.warning("no drafter: nothing is released and --drafter is not given; serving without speculation")
+        return None
+
+    def _wait_until_up(self) -> None:
+        deadline = time.monotonic() + self.config.start_seconds
+        while not self.engine.up():
+            if self.process.poll() is not None:
+                raise WorkerFailed(f"SGLang ended with exit code {self.process.returncode} while starting; its log is above")
+            if time.monotonic() > deadline:
+                raise WorkerFailed(f"SGLang did not answer within {self.config.start_seconds:.0f} s (--start-seconds)")
+            if self.stop.wait(0.5):
+                raise WorkerFailed("stopped while starting")
+
+    def _follow(self, swapper: Swapper) -> None:
+        """Until SIGTERM: swap whenever the released version is not the one that runs."""
+        while not self.stop.wait(1.0):
+            if self.process.poll() is not None:
+                raise WorkerFailed(f"SGLang ended with exit code {self.process.returncode}")
+            wanted = self._wanted()
+            if wanted is not None and self.drafter is not None:
+                self._swap(swapper, wanted)
+
+    def _wanted(self) -> int | None:
+        """The released version, if it should be loaded now."""
+        try:
+            active = self.release.state().active
+        except RedisError:
+            return None  # without Redis the running version simply stays
+        if active is None or label(active) == self.version:
+            return None
+        return active if time.monotonic() - self._failed.get(active, -RETRY_SECONDS) >= RETRY_SECONDS else None
+
+    def _swap(self, swapper: Swapper, number: int) -> None:
+        assert self.drafter is not None
+        before = self.version
+        self._become("swapping")
+        try:
+            directory, manifest = stage(self.store, number, self.stage_dir, self.target, self.drafter.config)
+            done = swapper.swap(directory, manifest.label)
+        except (VersionError, SwapError, ValueError, OSError) as error:
+            self._failed[number] = time.monotonic()
+            SWAPS.labels("refused").inc()
+            logger.error("swap to %s refused, %s stays: %s", label(number), before, error)
+            self._become("ready", f"swap to {label(number)} refused: {error}")
+            self._record("swap_refused", to=number, reason=str(error))
+        except EngineBroken as error:
+            SWAPS.labels("broken").inc()
+            self._become("failed", str(error))
+            self._record("swap_broken", to=number, reason=str(error))
+            raise WorkerFailed(str(error)) from error
+        else:
+            self.version, self.checksum = done.label, done.checksum
+            VERSION.set(number)
+            SWAPS.labels("done").inc()
+            SWAP_PAUSE.observe(done.pause_seconds)
+            self._become("ready")
+            logger.info("swapped %s -> %s, paused %.0f ms", before, self.version, done.pause_seconds * 1e3)
+            self._record("swapped", to=number, before=before, pause_seconds=done.pause_seconds, checksum=done.checksum)
+            self._forget_stages(keep=number)
+
+    def _forget_stages(self, keep: int) -> None:
+        import shutil
+
+        for old in self.stage_dir.glob("v*"):
+            if old.name != label(keep):
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _become(self, state: State, reason: str = "") -> None:
+        self.state, self.reason = state, reason
+        self._announce()
+
+    def _heartbeat(self) -> None:
+        while True:
+            self._announce()
+            time.sleep(HEARTBEAT_SECONDS)
+
+    def _announce(self) -> None:
+        c = self.config
+        entry = WorkerEntry(
+            id=c.worker_id,
+            url=c.advertise_url or c.url,
+            model=c.served_name,
+            target=self.target,
+            state=self.state,
+            version=self.version,
+            checksum=self.checksum,
+            reason=self.reason,
+        )
+        try:
+            self.registry.announce(entry)
+        except RedisError as error:
+            logger.warning("heartbeat not written: %s", error)
+
+    def _record(self, what: str, **details: Any) -> None:
+        try:
+            self.release.record(what, **details)
+        except RedisError as error:
+            logger.warning("event %s not written: %s", what, error)
+
+    def _drain(self) -> None:
+        """Takes the worker out of rotation, lets running requests finish, ends the engine."""
+        if self.state != "failed":
+            self._become("draining")
+        if self.process.poll() is None:
+            self._wait_until_idle()
+            self._end_engine()
+        try:
+            self.registry.withdraw(self.config.worker_id)
+        except RedisError as error:
+            logger.warning("worker entry not withdrawn, it expires by itself: %s", error)
+
+    def _wait_until_idle(self) -> None:
+        """Gateways stop sending within a heartbeat; then the engine's own counters must be zero."""
+        if self.state == "failed" or not self.engine.up():
+            return
+        deadline = time.monotonic() + self.config.drain_seconds
+        time.sleep(HEARTBEAT_SECONDS)
+        while time.monotonic() < deadline:
+            try:
+                if running_requests(self.engine.metrics()) == 0:
+                    return
+            except EngineError:
+                return
+            time.sleep(0.5)
+        logger.warning("requests still ran after %.0f s of draining", self.config.drain_seconds)
+
+    def _end_engine(self) -> None:
+        tree = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.terminate()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+        for child in tree:
+            if child.is_running():
+                child.kill()
+
+
+def running_requests(metrics: str) -> float:
+    """Running and queued requests on an engine's Prometheus page."""
+    names = ("sglang:num_running_reqs{", "sglang:num_queue_reqs{")
+    return sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(names))

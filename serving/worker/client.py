@@ -1,0 +1,97 @@
+"""The agent's HTTP client for its own engine: exactly the calls a start and a swap need, each with a deadline."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+
+from serving.sglang_plugin import loader
+
+
+class EngineError(RuntimeError):
+    """The engine refused a call or did not answer in time."""
+
+
+class Engine:
+    """SGLang's admin and generate endpoints; see sglang 0.5.23 `srt/entrypoints/http_server.py`."""
+
+    def __init__(self, url: str, admin_key: str, timeout: float) -> None:
+        self._http = httpx.Client(base_url=url, timeout=timeout, headers={"Authorization": f"Bearer {admin_key}"})
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        try:
+            answer = self._http.post(path, json=body)
+        except httpx.HTTPError as error:
+            raise EngineError(f"{path}: {type(error).__name__}") from error
+        if answer.status_code != 200:
+            raise EngineError(f"{path}: HTTP {answer.status_code}: {answer.text[:200]}")
+        return answer.json()
+
+    def up(self) -> bool:
+        """True once the HTTP server answers."""
+        try:
+            return self._http.get("/model_info").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def generate(self, ids: list[int], tokens: int) -> dict[str, Any]:
+        """Greedy continuation of `ids`, exactly `tokens` long; not logged as a rollout."""
+        params = {
+            "temperature": 0,
+            "max_new_tokens": tokens,
+            "ignore_eos": True,
+            "custom_params": {"adaflash": {"store": False, "domain": "probe"}},
+        }
+        answer: dict[str, Any] = self._post("/generate", {"input_ids": ids, "sampling_params": params})
+        return answer
+
+    def pause(self) -> None:
+        """Stops scheduling; running requests keep their state."""
+        self._post("/pause_generation", {"mode": "in_place"})
+
+    def resume(self) -> None:
+        """Continues after `pause`."""
+        self._post("/continue_generation", {"torch_empty_cache": False})
+
+    def begin_update(self) -> None:
+        """Opens a weight-update session on the draft alone."""
+        self._post("/begin_weight_update", {"selector": "draft"})
+
+    def end_update(self) -> None:
+        """Closes the session."""
+        self._post("/end_weight_update", {})
+
+    def load_draft(self, swap: str, directory: str) -> None:
+        """Makes our loader read `directory`; what came of it is in the loader's receipt, not in the answer."""
+        message = json.dumps({"swap": swap, "directory": directory}).encode()
+        payload = [(loader.MESSAGE, torch.from_numpy(np.frombuffer(message, dtype=np.uint8).copy()))]
+        body = {
+            # SGLang's wire format; it unpickles with an allow-list. We only ever write pickles, never read them.
+            "serialized_named_tensors": [base64.b64encode(pickle.dumps(payload)).decode()],
+            "load_format": loader.IMPORT_PATH,
+            "selector": "draft",
+            "flush_cache": False,
+        }
+        self._post("/update_weights_from_tensor", body)
+
+    def set_version(self, label: str) -> None:
+        """Names the loaded drafter; requests record it from here on."""
+        self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+    def checksums(self, selector: str) -> str:
+        """SGLang's own checksum over all ranks of the `target` or the `draft`."""
+        answer = self._post("/weights_checker", {"action": "checksum", "selector": selector})
+        return json.dumps([r["per_gpu_checksum"] for r in answer["ranks"]])
+
+    def metrics(self) -> str:
+        """The engine's Prometheus page."""
+        try:
+            return self._http.get("/metrics").text
+        except httpx.HTTPError as error:
+            raise EngineError(f"/metrics: {type(error).__name__}") from error

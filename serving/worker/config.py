@@ -1,0 +1,54 @@
+"""Settings of `adaflash worker`."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from adaflash.config import ProcessConfig
+from adaflash.connect import url_from_environment
+
+
+class WorkerConfig(ProcessConfig):
+    """One SGLang server and its agent. Environment: `ADAFLASH_WORKER_<NAME>`."""
+
+    model_config = SettingsConfigDict(env_prefix="ADAFLASH_WORKER_")
+
+    model: str = Field(description="target: a local HF directory or a hub id")
+    name: str = Field("", description="served model name and Redis namespace; default: the model's last path part")
+    versions: Path = Field(Path("drafters"), description="drafter version store, shared with the trainer")
+    drafter: Path | None = Field(None, description="drafter checkpoint to start with while nothing is released")
+    route: Literal["dspark", "dflash", "none"] = Field(
+        "dspark", description="SGLang's speculative algorithm; dflash is the safe mode, none serves without drafter"
+    )
+    redis_url: str = Field(default_factory=url_from_environment)
+    host: str = "127.0.0.1"
+    port: int = Field(30000, gt=0, lt=65536)
+    ops_port: int = Field(30001, gt=0, lt=65536, description="the agent's /metrics, /healthz and /readyz")
+    advertise_url: str = Field("", description="URL under which gateways reach the engine; default: http://host:port")
+    worker_id: str = Field(default_factory=lambda: f"{socket.gethostname()}-{secrets.token_hex(3)}")
+    admin_key: str = Field(default_factory=lambda: secrets.token_urlsafe(24), repr=False, description="engine admin key")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_running_requests: int = Field(16, gt=0)
+    max_total_tokens: int = Field(16384, gt=0, description="KV pool, tokens; on CPU the pool is zeroed at start")
+    context_length: int | None = None
+    overlap: bool = Field(True, description="SGLang's overlap scheduler")
+    engine_args: list[str] = Field(default_factory=list, description="further SGLang arguments, passed on as they are")
+    start_seconds: float = Field(600, gt=0, description="give up on the engine after this")
+    drain_seconds: float = Field(120, gt=0, description="time for running requests on SIGTERM")
+    swap_seconds: float = Field(60, gt=0, description="deadline of each step of a swap")
+
+    @property
+    def served_name(self) -> str:
+        """The model name clients use."""
+        return self.name or Path(self.model).name
+
+    @property
+    def url(self) -> str:
+        """The engine's own address."""
+        return f"http://{self.host}:{self.port}"

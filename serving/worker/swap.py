@@ -1,0 +1,107 @@
+"""Hot swap of the drafter in a running engine: stage and prove first, then pause for as little as possible.
+
+pause(in_place) -> begin(draft) -> path loader -> receipt -> version label -> end -> continue -> checksums.
+Running requests keep their state; their text cannot change, since the target verifies every token.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaflash.drafter import DrafterConfig
+from adaflash.versions import Manifest, VersionStore, label, verify
+from serving.sglang_plugin import loader, receipts
+from serving.worker.client import Engine, EngineError
+
+logger = logging.getLogger(__name__)
+
+
+class SwapError(RuntimeError):
+    """The swap did not happen and the previous drafter still runs; the message is the reason."""
+
+
+class EngineBroken(RuntimeError):
+    """The engine could not be brought back to a known state and has to be restarted."""
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """A proven swap."""
+
+    label: str
+    checksum: str
+    pause_seconds: float
+
+
+def stage(store: VersionStore, number: int, home: Path, target: str, like: DrafterConfig | None) -> tuple[Path, Manifest]:
+    """Copies a version to the worker's own folder and proves the copy; raises VersionError."""
+    source, copy = store.path(number), home / label(number)
+    verify(source, target=target, like=like)
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(source, copy)
+    return copy, verify(copy, target=target, like=like)
+
+
+class Swapper:
+    """Swaps in one engine; remembers the target's checksum to prove that it never changes."""
+
+    def __init__(self, engine: Engine, run_dir: Path) -> None:
+        self.engine, self.run_dir = engine, run_dir
+        self.target_checksum = engine.checksums("target")
+
+    def swap(self, directory: Path, new_label: str) -> Swapped:
+        """Loads a staged version. Raises SwapError if the old drafter stays, EngineBroken if nothing is certain."""
+        swap_id = uuid.uuid4().hex
+        paused_at = time.monotonic()
+        try:
+            self.engine.pause()
+            self._load(swap_id, directory)
+            self.engine.set_version(new_label)
+        except EngineError as error:
+            raise SwapError(str(error)) from error
+        finally:
+            self._resume()
+            pause = time.monotonic() - paused_at
+        try:
+            unchanged = self.engine.checksums("target") == self.target_checksum
+        except EngineError as error:
+            raise EngineBroken(f"checksum after the swap: {error}") from error
+        if not unchanged:
+            raise EngineBroken("the target's checksum changed during a drafter swap")
+        (receipt,) = [r for r in receipts.read(self.run_dir, loader.RECEIPT) if r["swap"] == swap_id][:1]
+        return Swapped(new_label, receipt["checksum"], pause)
+
+    def _load(self, swap_id: str, directory: Path) -> None:
+        try:
+            self.engine.begin_update()
+        except EngineError as error:
+            if "already open" not in str(error):
+                raise
+            self.engine.end_update()  # left open by an agent that died
+            self.engine.begin_update()
+        try:
+            self.engine.load_draft(swap_id, str(directory))
+        finally:
+            self.engine.end_update()
+        answers = [r for r in receipts.read(self.run_dir, loader.RECEIPT) if r["swap"] == swap_id]
+        if not answers:
+            raise SwapError("the engine ran no swap: our loader left no receipt")
+        failed = [r["error"] for r in answers if not r["ok"]]
+        if failed:
+            raise SwapError(failed[0])
+
+    def _resume(self) -> None:
+        """A paused engine accepts requests and hangs them, so this is tried hard before giving up."""
+        for attempt in range(5):
+            try:
+                self.engine.resume()
+                return
+            except EngineError as error:
+                logger.warning("continue_generation failed (%s), attempt %d", error, attempt + 1)
+                time.sleep(0.2 * 2**attempt)
+        raise EngineBroken("the engine stayed paused")

@@ -1,0 +1,1 @@
+"""The trainer: a Ray driver and its actors."""
