@@ -47,7 +47,9 @@ def replay(drafter: Drafter, features: Sequence[Features], embedding: Tensor, he
         anchor = torch.tensor([anchors[i] for i in live])
         block = drafter.block_embeddings(embedding, ids[row, anchor])
         hidden = drafter(context, row, anchor, block)[:, 1:]
-        proposed = F.linear(hidden.to(head.dtype), head).argmax(-1)
+        # Two-dimensional: on a strided 3-D input torch copies the whole transposed head at every call.
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(head.dtype)
+        proposed = F.linear(flat, head).argmax(-1).view(len(live), width - 1)
         wanted = ids[row[:, None], anchor[:, None] + torch.arange(1, width)]
         matched = (proposed == wanted).long().cumprod(-1).sum(-1).tolist()
         for i, run in zip(live, matched, strict=True):
@@ -61,7 +63,9 @@ def encode_padded(drafter: Drafter, features: Sequence[Features]) -> Context:
     """Drafter keys and values of several sequences' context, right-padded; anchors mask the padding by position."""
     width = max(len(f.context) for f in features)
     dtype = drafter.fc.weight.dtype
-    return drafter.encode(torch.stack([F.pad(f.context.to(dtype), (0, 0, 0, width - len(f.context))) for f in features]))
+    return drafter.encode(
+        torch.stack([F.pad(f.context.to(dtype), (0, 0, 0, width - len(f.context))) for f in features])
+    )
 
 
 def _pad(rows: Sequence[Tensor], extra: int) -> Tensor:

@@ -59,14 +59,16 @@ def find_mask_token(target: str) -> int:
     """A mask token by name, else the highest special token that is neither EOS nor padding."""
     local = Path(target)
     if not (local / "tokenizer.json").is_file():
-        raise DrafterConfigError("mask_token_id: the target has no tokenizer.json to choose one from; give --mask-token-id")
+        raise DrafterConfigError(
+            "mask_token_id: the target has no tokenizer.json to choose one from; give --mask-token-id"
+        )
     tokens = json.loads((local / "tokenizer.json").read_text()).get("added_tokens", [])
     by_name = {t["content"]: t["id"] for t in tokens}
     for name in _MASK_NAMES:
         if name in by_name:
             return int(by_name[name])
     config = read_config(target)
-    used: set[int] = set()
+    used: set[int | None] = set()
     for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
         value = config.get(key)
         used |= set(value) if isinstance(value, list) else {value}
@@ -98,4 +100,4 @@ def target_dtype(target: str) -> torch.dtype:
     t = read_config(target)
     t = t.get("text_config") or t
     name = t.get("dtype") or t.get("torch_dtype") or "float32"
-    return getattr(torch, str(name).removeprefix("torch."))  # type: ignore[no-any-return]
+    return getattr(torch, str(name).removeprefix("torch."))

@@ -32,7 +32,9 @@ def main() -> None:
     expected: list[type[Exception]] = [
         *(CheckpointError, ConfigError, RedisUnavailable, DrafterConfigError, TargetError, VersionError, UserError)
     ]
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr
+    )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         app()
@@ -89,6 +91,76 @@ def worker(
         raise UserError(str(error)) from error
 
 
+@app.command()
+def gateway(
+    config: ConfigFile = None,
+    name: Annotated[str | None, typer.Option(help="Served model name: whose workers to use.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; other than loopback needs API keys.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    redis_url: Annotated[str | None, typer.Option(help="Redis. Default: $REDIS_URL or the local one.")] = None,
+    more: Set = None,
+) -> None:
+    """OpenAI-compatible front of the workers. API keys: $ADAFLASH_GATEWAY_API_KEYS='["key", ...]'."""
+    from adaflash.config import load
+    from serving.gateway.app import run
+    from serving.gateway.config import GatewayConfig
+    from serving.ports import PortInUse
+
+    try:
+        run(load(GatewayConfig, config, name=name, host=host, port=port, redis_url=redis_url, **settings(more)))
+    except PortInUse as error:
+        raise UserError(str(error)) from error
+
+
+@app.command()
+def trainer(
+    config: ConfigFile = None,
+    model: Annotated[str | None, typer.Option(help="Target: local HF directory or hub id.")] = None,
+    name: Annotated[str | None, typer.Option(help="Served model name. Default: last part of the model's path.")] = None,
+    versions: Annotated[Path | None, typer.Option(help="Drafter version store, shared with the workers.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Drafter to start from when nothing is released yet.")] = None,
+    state: Annotated[Path | None, typer.Option(help="Folder of the trainer's own durable state.")] = None,
+    ops_port: Annotated[int | None, typer.Option(help="Port of /metrics, /healthz, /readyz.")] = None,
+    redis_url: Annotated[str | None, typer.Option(help="Redis. Default: $REDIS_URL or the local one.")] = None,
+    more: Set = None,
+) -> None:
+    """Distil the drafter on logged rollouts and release better versions. $RAY_ADDRESS joins an existing Ray cluster."""
+    from adaflash.config import load
+    from serving.ports import PortInUse
+    from trainer.config import TrainerConfig
+    from trainer.loop import run
+
+    given = dict(
+        model=model, name=name, versions=versions, drafter=drafter, state=state, ops_port=ops_port, redis_url=redis_url
+    )
+    try:
+        run(load(TrainerConfig, config, **given, **settings(more)))
+    except PortInUse as error:
+        raise UserError(str(error)) from error
+
+
+@app.command()
+def demo(
+    minutes: Annotated[float, typer.Option(help="Bound on the whole run.", min=4)] = 12,
+    model: Annotated[str | None, typer.Option(help="Target. Default: SmolLM2-135M-Instruct, converted once.")] = None,
+    warm: Annotated[Path | None, typer.Option(help="Start from this drafter instead of a random one.")] = None,
+    clients: Annotated[int, typer.Option(help="Concurrent clients.", min=1)] = 6,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens per request.", min=8)] = 48,
+    json: Annotated[Path | None, typer.Option(help="Write the summary here.")] = None,
+    plot: Annotated[Path, typer.Option(help="Write the plot here.")] = Path("build/demo.png"),
+    seed: Annotated[int, typer.Option(help="Seed of prompts and weights.")] = 0,
+) -> None:
+    """The closed loop on this machine: serve, log, distil, swap, show acceptance rise. $REDIS_URL uses a real Redis."""
+    from demo.model import ModelError
+    from demo.processes import DemoFailed
+    from demo.run import Options, run
+
+    try:
+        run(Options(minutes, model, warm, clients, max_tokens, json, plot, seed))
+    except (DemoFailed, ModelError) as error:
+        raise UserError(str(error)) from error
+
+
 @app.command("model")
 def model_command() -> None:
     """Convert the demo's small LLM (SmolLM2-135M-Instruct) once and print its directory."""
@@ -106,8 +178,12 @@ def drafter_init(
     out: Annotated[Path, typer.Option(help="Directory to write.")],
     layers: Annotated[int, typer.Option(help="Drafter layers.", min=1)] = 2,
     block: Annotated[int, typer.Option(help="Slots per block, the anchor included.", min=2)] = 8,
-    layer_ids: Annotated[str | None, typer.Option(help="Target layers to read, comma separated. Default: 5, spread.")] = None,
-    mask_token_id: Annotated[int | None, typer.Option(help="Token of undrafted slots. Default: an unused special one.")] = None,
+    layer_ids: Annotated[
+        str | None, typer.Option(help="Target layers to read, comma separated. Default: 5, spread.")
+    ] = None,
+    mask_token_id: Annotated[
+        int | None, typer.Option(help="Token of undrafted slots. Default: an unused special one.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Default: the target's.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
@@ -115,7 +191,9 @@ def drafter_init(
     from adaflash.bootstrap import init_drafter
 
     ids = [int(i) for i in layer_ids.split(",")] if layer_ids else None
-    c = init_drafter(target, out, layers=layers, block=block, layer_ids=ids, mask_token_id=mask_token_id, dtype=dtype, seed=seed)
+    c = init_drafter(
+        target, out, layers=layers, block=block, layer_ids=ids, mask_token_id=mask_token_id, dtype=dtype, seed=seed
+    )
     print(f"{out}: {c.num_hidden_layers} layers, block {c.block_size}, context layers {list(c.target_layer_ids)}")
 
 

@@ -26,7 +26,9 @@ def require(url: str) -> Redis:
     try:
         client.ping()
     except RedisError as error:
-        raise RedisUnavailable(f"Redis at {without_password(url)} does not answer ({error}); start it or set REDIS_URL") from None
+        raise RedisUnavailable(
+            f"Redis at {without_password(url)} does not answer ({error}); start it or set REDIS_URL"
+        ) from None
     except ValueError as error:
         raise RedisUnavailable(f"REDIS_URL is not a Redis URL: {error}") from None
     return client

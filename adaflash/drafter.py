@@ -97,7 +97,7 @@ class DrafterConfig(BaseModel):
 
     @classmethod
     def from_checkpoint(cls, raw: dict[str, Any]) -> DrafterConfig:
-        """Reads a `config.json`; raises DrafterConfigError that names the key which is missing, wrong or unsupported."""
+        """Reads a `config.json`; raises DrafterConfigError that names the key that is missing, wrong or unsupported."""
         if raw.get("architectures") != [ARCHITECTURE]:
             raise DrafterConfigError(f"architectures is {raw.get('architectures')}, expected ['{ARCHITECTURE}']")
         refused = {
@@ -126,7 +126,9 @@ class DrafterConfig(BaseModel):
         }
         for key, (have, want) in mine.items():
             if have != want:
-                raise DrafterConfigError(f"drafter {key} is {have} but the target has {want}: use a drafter of this target")
+                raise DrafterConfigError(
+                    f"drafter {key} is {have} but the target has {want}: use a drafter of this target"
+                )
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,9 @@ def one_line(error: ValueError) -> str:
     details = getattr(error, "errors", None)
     if details is None:
         return str(error)
-    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg'].removeprefix('Value error, ')}" for e in details())
+    return "; ".join(
+        f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg'].removeprefix('Value error, ')}" for e in details()
+    )
 
 
 class RMSNorm(nn.Module):
@@ -217,7 +221,11 @@ class Attention(nn.Module):
         k, v = torch.cat([context_k, k], 1), torch.cat([context_v, v], 1)
         mask = F.pad(visible, (0, width), value=True)[:, None, None, :]
         out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, enable_gqa=self.heads != self.kv_heads
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            enable_gqa=self.heads != self.kv_heads,
         )
         return self.o_proj(out.transpose(1, 2).reshape(a, width, -1))
 
@@ -284,13 +292,15 @@ class Drafter(nn.Module):
 
     def block_embeddings(self, embedding: Tensor, anchor_tokens: Tensor) -> Tensor:
         """embedding [vocab, hidden], anchor_tokens [a] -> [a, B, hidden]: the anchor followed by mask tokens."""
-        ids = torch.full((len(anchor_tokens), self.config.block_size), self.config.mask_token_id, device=anchor_tokens.device)
+        ids = torch.full(
+            (len(anchor_tokens), self.config.block_size), self.config.mask_token_id, device=anchor_tokens.device
+        )
         ids[:, 0] = anchor_tokens
         return F.embedding(ids, embedding).to(self.fc.weight.dtype)
 
 
 def random_drafter(config: DrafterConfig, seed: int) -> Drafter:
-    """A drafter with random weights (normal, 0.02, output projections scaled down by depth); drafts noise, never wrong text."""
+    """A drafter with random weights: normal, 0.02, output projections scaled down by depth."""
     drafter = Drafter(config)
     generator = torch.Generator().manual_seed(seed)
     depth = math.sqrt(2 * config.num_hidden_layers)

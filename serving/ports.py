@@ -16,7 +16,9 @@ def require_free(host: str, port: int, option: str) -> None:
         try:
             s.bind((host, port))
         except OSError as error:
-            raise PortInUse(f"port {port} on {host} cannot be used ({error.strerror}); choose another with {option}") from None
+            raise PortInUse(
+                f"port {port} on {host} cannot be used ({error.strerror}); choose another with {option}"
+            ) from None
 
 
 def free_port() -> int:

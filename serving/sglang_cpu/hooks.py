@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+ROUTE = "ADAFLASH_ROUTE"  # set by the launcher: dspark or dflash
 
 
 def copy_kv(
@@ -59,25 +62,40 @@ def sample_chain(
     """
     if block_verification:
         raise NotImplementedError("block verification is not available on the CPU platform")
-    b, width = candidates.shape
+    width = candidates.shape[1]
     drafts = candidates[:, 1:].long()
-    p = target_probs[:, : width - 1].gather(-1, drafts[..., None]).squeeze(-1)
-    q = draft_probs[:, : width - 1].gather(-1, drafts[..., None]).squeeze(-1)
-    accepted = (uniform_samples[:, : width - 1] * q < p) & (q > 0)
-    count = accepted.long().cumprod(-1).sum(-1)
-    request = torch.arange(b)
-    final = target_probs[request, count]
-    rejected_at = count.clamp_max(max(width - 2, 0))
-    residual = (final - draft_probs[request, rejected_at]).clamp_min(0) if width > 1 else final
-    mass = torch.where((count < width - 1)[:, None], residual, final).double().cumsum(-1)
-    draw = uniform_samples_for_final_sampling.reshape(b, 1).double() * mass[:, -1:]
-    last = torch.searchsorted(mass, draw, right=True).squeeze(-1).clamp_max(mass.shape[-1] - 1)
-    emitted = torch.cat([drafts, drafts.new_zeros(b, 1)], -1)
-    emitted[request, count] = last
+    count, last = accept_chain(
+        drafts, target_probs, draft_probs, uniform_samples, uniform_samples_for_final_sampling.reshape(-1)
+    )
+    emitted = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], -1)
+    emitted.scatter_(-1, count[:, None], last[:, None])
     predicts[retrive_index.long()] = emitted.to(predicts.dtype)
-    rows = torch.arange(width)
-    accept_index.copy_(torch.where(rows <= count[:, None], retrive_index, -1))
+    accept_index.copy_(torch.where(torch.arange(width) <= count[:, None], retrive_index, -1))
     accept_token_num.copy_(count)
+
+
+def accept_chain(
+    drafts: Tensor, target: Tensor, draft: Tensor, coins: Tensor, final_coin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Speculative sampling (Leviathan et al. 2023, algorithm 1) of a chain of n drafted tokens, batched.
+
+    drafts [b, n]; target [b, n + 1, V] and draft [b, >= n, V] probabilities; coins [b, >= n] and final_coin [b]
+    uniform.
+    Returns how many drafts were accepted [b] and the token emitted after them [b].
+    """
+    b, n = drafts.shape
+    p = target[:, :n].gather(-1, drafts[..., None]).squeeze(-1)
+    q = draft[:, :n].gather(-1, drafts[..., None]).squeeze(-1)
+    count = ((coins[:, :n] * q < p) & (q > 0)).long().cumprod(-1).sum(-1)
+    request = torch.arange(b)
+    mass = target[request, count]
+    if n:
+        residual = (mass - draft[request, count.clamp_max(n - 1)]).clamp_min(0)
+        mass = torch.where((count < n)[:, None], residual, mass)
+    cumulative = mass.double().cumsum(-1)
+    draw = (final_coin.double() * cumulative[:, -1])[:, None]
+    last = torch.searchsorted(cumulative, draw, right=True).squeeze(-1)
+    return count, last.clamp_max(mass.shape[-1] - 1)
 
 
 def allow_dspark(original: Callable[[Any], None], server_args: Any) -> None:
@@ -114,8 +132,18 @@ REPLACED: dict[str, Callable[..., Any]] = {
 AROUND: dict[str, Callable[..., Any]] = {"sglang.srt.arg_groups.speculative_hook._handle_dspark": allow_dspark}
 
 
-def register() -> list[str]:
-    """Registers every hook and returns their targets, for the start-up proof that they were applied."""
+def tables() -> list[tuple[str, dict[str, Callable[..., Any]]]]:
+    """Hooks by SGLang's hook type for the route that this process serves."""
+    found = [("replace", REPLACED), ("around", AROUND)]
+    if os.environ.get(ROUTE) == "dflash":
+        from serving.sglang_cpu import dflash_hooks as d
+
+        found += [("replace", d.REPLACED), ("around", d.AROUND), ("after", d.AFTER)]
+    return found
+
+
+def register() -> None:
+    """Registers every hook; SGLang applies them when it has loaded all plugins."""
     from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -128,12 +156,10 @@ def register() -> list[str]:
 
         return TorchCpuAttention(runner)
 
-    for target, hook in REPLACED.items():
-        HookRegistry.register(target, hook, HookType.REPLACE)
-    for target, hook in AROUND.items():
-        HookRegistry.register(target, hook, HookType.AROUND)
+    for kind, table in tables():
+        for target, hook in table.items():
+            HookRegistry.register(target, hook, HookType(kind))
     _ignore_record_stream_on_cpu()
-    return [*REPLACED, *AROUND]
 
 
 def _ignore_record_stream_on_cpu() -> None:
@@ -144,4 +170,4 @@ def _ignore_record_stream_on_cpu() -> None:
         if self.device.type != "cpu":
             original(self, stream)
 
-    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign,assignment]
+    torch.Tensor.record_stream = record_stream

@@ -26,7 +26,13 @@ IMPORT_PATH = "serving.sglang_plugin.loader.load"
 MESSAGE = "adaflash.swap"
 RECEIPT = "loaded"
 
-_PARTS = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+_PARTS = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
 
 
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:

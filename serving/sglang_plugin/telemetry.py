@@ -23,7 +23,9 @@ class Telemetry:
         self.verify_steps = Counter("adaflash_verify_steps_total", "Verify steps of finished requests.", ["domain"])
         self.verified_rows = Counter("adaflash_verified_rows_total", "Block rows the target verified, anchor included.")
         self.slot_accepted = Counter("adaflash_slot_accepted_total", "Verify steps that accepted this slot.", ["slot"])
-        self.rollouts = Counter("adaflash_rollouts_total", "Finished requests by what became of their rollout.", ["result"])
+        self.rollouts = Counter(
+            "adaflash_rollouts_total", "Finished requests by what became of their rollout.", ["result"]
+        )
         self.plugin_active = Gauge(
             "adaflash_plugin_active", "1 while capture runs in the scheduler.", multiprocess_mode="livemax"
         )

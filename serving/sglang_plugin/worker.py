@@ -24,7 +24,7 @@ _workers: weakref.WeakSet[Any] = weakref.WeakSet()
 def extend(worker_class: Any) -> Any:
     """A subclass of `worker_class` under its own name."""
 
-    class Extended(worker_class):  # type: ignore[misc]
+    class Extended(worker_class):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             from sglang.srt.runtime_context import get_parallel
@@ -55,7 +55,7 @@ def describe(worker: Any) -> dict[str, Any]:
     from serving.sglang_cpu import hooks
     from serving.sglang_plugin import CREATE_WORKER
 
-    targets = [CREATE_WORKER, *([*hooks.REPLACED, *hooks.AROUND] if sglang_cpu.active() else [])]
+    targets = [CREATE_WORKER, *([t for _, table in hooks.tables() for t in table] if sglang_cpu.active() else [])]
     model = draft_model(worker)
     return {
         "sglang": sglang.__version__,
@@ -122,4 +122,3 @@ def refresh_fused_helper() -> None:
         kv = [a.qkv_proj.weight[a.q_size : a.q_size + 2 * a.kv_size] for a in attention]
         helper.flat_kv_weight_t.copy_(torch.cat(kv).t())
         helper.k_norm_weights.copy_(torch.stack([a.k_norm.weight for a in attention]))
-

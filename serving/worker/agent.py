@@ -37,7 +37,9 @@ RETRY_SECONDS = 30.0  # before a version that failed to stage or swap is tried a
 
 SWAPS = Counter("adaflash_swaps_total", "Drafter swaps by result.", ["result"])
 SWAP_PAUSE = Histogram(
-    "adaflash_swap_pause_seconds", "Time generation stood still.", buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+    "adaflash_swap_pause_seconds",
+    "Time generation stood still.",
+    buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10),
 )
 VERSION = Gauge("adaflash_drafter_version", "Number of the drafter version that runs, -1 without one.")
 SPECULATION = Gauge("adaflash_speculation_active", "1 if the start-up proof saw speculation.")
@@ -120,7 +122,9 @@ class Agent:
         deadline = time.monotonic() + self.config.start_seconds
         while not self.engine.up():
             if self.process.poll() is not None:
-                raise WorkerFailed(f"SGLang ended with exit code {self.process.returncode} while starting; its log is above")
+                raise WorkerFailed(
+                    f"SGLang ended with exit code {self.process.returncode} while starting; its log is above"
+                )
             if time.monotonic() > deadline:
                 raise WorkerFailed(f"SGLang did not answer within {self.config.start_seconds:.0f} s (--start-seconds)")
             if self.stop.wait(0.5):

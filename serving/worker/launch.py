@@ -48,7 +48,14 @@ def command(c: WorkerConfig, drafter: Drafter | None) -> list[str]:
         *("--log-level", "warning", "--log-level-http", "error"),
     ]
     if on_cpu():
-        args += ["--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", str(c.max_total_tokens)]
+        args += [
+            "--device",
+            "cpu",
+            "--attention-backend",
+            "torch_native",
+            "--max-total-tokens",
+            str(c.max_total_tokens),
+        ]
     if c.context_length is not None:
         args += ["--context-length", str(c.context_length)]
     if not c.overlap:

@@ -1,4 +1,4 @@
-"""The start-up proof: an engine counts as ready only when the plugin is live, the drafter is loaded and it speculates."""
+"""The start-up proof: an engine is ready only when the plugin is live, the drafter loaded and speculation happens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def prove(engine: Engine, run_dir: Path, drafter: Drafter | None) -> str:
         )
     for receipt in started:
         if not receipt["supported"]:
-            raise ProofFailed(f"sglang {receipt['sglang']} is installed, {SUPPORTED_SGLANG} is supported: install the lock file")
+            raise ProofFailed(
+                f"sglang {receipt['sglang']} is installed, {SUPPORTED_SGLANG} is supported: install the lock file"
+            )
         if receipt["hooks_missing"]:
             raise ProofFailed(f"SGLang did not apply our hook on {receipt['hooks_missing'][0]}")
     if not meta.get("spec_verify_ct"):

@@ -38,7 +38,9 @@ class Swapped:
     pause_seconds: float
 
 
-def stage(store: VersionStore, number: int, home: Path, target: str, like: DrafterConfig | None) -> tuple[Path, Manifest]:
+def stage(
+    store: VersionStore, number: int, home: Path, target: str, like: DrafterConfig | None
+) -> tuple[Path, Manifest]:
     """Copies a version to the worker's own folder and proves the copy; raises VersionError."""
     source, copy = store.path(number), home / label(number)
     verify(source, target=target, like=like)

@@ -1,0 +1,37 @@
+.DEFAULT_GOAL := help
+PYTHON := .venv/bin/python
+DEMO_ARGS ?=
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Build the locked CPU environment (cached outside the clone) and link it as .venv
+	@python3 scripts/setup_env.py --kind cpu
+
+setup-gpu: ## The same with the full SGLang wheel set for NVIDIA GPUs
+	@python3 scripts/setup_env.py --kind gpu
+
+model: setup ## Convert the demo's small LLM once, outside the clone
+	@.venv/bin/adaflash model
+
+demo: model ## The closed loop on this machine: watch acceptance rise (DEMO_ARGS="--minutes 8 --json build/demo.json")
+	@.venv/bin/adaflash demo $(DEMO_ARGS)
+
+test: setup ## All tests, against real services (about 15 minutes on two cores)
+	@$(PYTHON) -m pytest
+
+test-unit: setup ## Only what needs no SGLang server (seconds)
+	@$(PYTHON) -m pytest tests/unit tests/contract
+
+lint: setup ## Style, formatting and types
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@$(PYTHON) -m mypy
+
+bench: setup ## Speed figures of this machine, as JSON and a table in benchmarks/results
+	@$(PYTHON) -m benchmarks.loop
+
+clean: ## Remove what was built in the clone (the cache outside it stays)
+	@rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+.PHONY: help setup setup-gpu model demo test test-unit lint bench clean

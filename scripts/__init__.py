@@ -1,0 +1,1 @@
+"""Set-up and generators; nothing here is imported by the running processes."""

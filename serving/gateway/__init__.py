@@ -1,0 +1,1 @@
+"""The gateway: a thin OpenAI-compatible pass-through in front of the workers."""

@@ -1,0 +1,57 @@
+"""Which workers there are and which gets the next request; fed from the registry by a background task.
+
+Redis down or slow: the last known workers stay in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client import Gauge
+from redis.exceptions import RedisError
+
+from adaflash.registry import Registry, WorkerEntry
+
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 1.0
+ROUTABLE = ("ready", "swapping")  # a swap pauses for milliseconds; its requests wait
+WORKERS = Gauge("adaflash_gateway_workers", "Workers the gateway may route to.")
+
+
+class Workers:
+    """Least-outstanding choice over the routable workers."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._known: dict[str, WorkerEntry] = {}
+        self._outstanding: Counter[str] = Counter()
+
+    async def follow(self) -> None:
+        """Refreshes until cancelled."""
+        while True:
+            try:
+                live = await asyncio.to_thread(self._registry.live)
+                self._known = {e.url: e for e in live if e.state in ROUTABLE}
+                WORKERS.set(len(self._known))
+            except RedisError as error:
+                logger.warning("registry not readable, keeping %d workers: %s", len(self._known), error)
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    def choose(self, tried: set[str]) -> str | None:
+        """The URL with the fewest requests in flight that is not in `tried`; None if there is none."""
+        urls = [u for u in self._known if u not in tried]
+        return min(urls, key=lambda u: (self._outstanding[u], u)) if urls else None
+
+    @contextlib.contextmanager
+    def busy(self, url: str) -> Iterator[None]:
+        """Counts one request on `url` while it runs."""
+        self._outstanding[url] += 1
+        try:
+            yield
+        finally:
+            self._outstanding[url] -= 1

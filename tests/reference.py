@@ -1,0 +1,93 @@
+"""Independent references, written from the formulas, slow and plain: no caches, no batching, explicit softmax."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from adaflash.drafter import DrafterConfig
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def rope(x: Tensor, position: int, theta: float) -> Tensor:
+    """x [heads, d]; half-split rotation written with complex numbers."""
+    half = x.shape[-1] // 2
+    angle = torch.tensor([position * theta ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64)
+    z = torch.complex(x[:, :half].double(), x[:, half:].double()) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([z.real, z.imag], -1).to(x.dtype)
+
+
+def draft_hidden(c: DrafterConfig, w: dict[str, Tensor], context: Tensor, block: Tensor) -> Tensor:
+    """context [n, K * hidden] at positions 0..n-1, block [B, hidden] at n..n+B-1 -> final-normed [B, hidden]."""
+    n, width = len(context), len(block)
+    ctx = rms(context @ w["fc.weight"].T, w["hidden_norm.weight"], c.rms_norm_eps)
+    x = block
+    group = c.num_attention_heads // c.num_key_value_heads
+    for i in range(c.num_hidden_layers):
+        p = {k.removeprefix(f"layers.{i}."): v for k, v in w.items() if k.startswith(f"layers.{i}.")}
+        h = rms(x, p["input_layernorm.weight"], c.rms_norm_eps)
+        source = torch.cat([ctx, h])
+        keys, values, queries = [], [], []
+        for position, row in enumerate(source):
+            k = (p["self_attn.k_proj.weight"] @ row).view(c.num_key_value_heads, c.head_dim)
+            keys.append(rope(rms(k, p["self_attn.k_norm.weight"], c.rms_norm_eps), position, c.rope_theta))
+            values.append((p["self_attn.v_proj.weight"] @ row).view(c.num_key_value_heads, c.head_dim))
+        for slot in range(width):
+            q = (p["self_attn.q_proj.weight"] @ h[slot]).view(c.num_attention_heads, c.head_dim)
+            queries.append(rope(rms(q, p["self_attn.q_norm.weight"], c.rms_norm_eps), n + slot, c.rope_theta))
+        k_all, v_all = torch.stack(keys), torch.stack(values)
+        out = torch.empty(width, c.num_attention_heads, c.head_dim)
+        for slot in range(width):
+            for head in range(c.num_attention_heads):
+                scores = k_all[:, head // group] @ queries[slot][head] / math.sqrt(c.head_dim)
+                out[slot, head] = torch.softmax(scores, 0) @ v_all[:, head // group]
+        x = x + out.reshape(width, -1) @ p["self_attn.o_proj.weight"].T
+        h = rms(x, p["post_attention_layernorm.weight"], c.rms_norm_eps)
+        gate = h @ p["mlp.gate_proj.weight"].T
+        x = x + (gate * torch.sigmoid(gate) * (h @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+    return rms(x, w["norm.weight"], c.rms_norm_eps)
+
+
+@torch.inference_mode()
+def speculative_walk(
+    model: object, c: DrafterConfig, w: dict[str, Tensor], prompt: list[int], tokens: int
+) -> tuple[list[int], list[int]]:
+    """Greedy speculative decoding that recomputes everything at every step.
+
+    Returns the output ids and, per verify step, how many drafted tokens were correct.
+    """
+    ids = list(prompt)
+    states: dict[int, Tensor] = {}
+    handles = [
+        model.model.layers[i].register_forward_hook(  # type: ignore[attr-defined]
+            lambda _m, _a, out, i=i: states.__setitem__(i, (out[0] if isinstance(out, tuple) else out)[0])
+        )
+        for i in c.target_layer_ids
+    ]
+    try:
+        anchor = int(model(torch.tensor([ids])).logits[0, -1].argmax())  # type: ignore[operator]
+        output, correct = [anchor], []
+        while len(output) < tokens:
+            model(torch.tensor([ids]))  # type: ignore[operator]
+            context = torch.cat([states[i] for i in c.target_layer_ids], -1)
+            block_ids = torch.tensor([anchor] + [c.mask_token_id] * (c.block_size - 1))
+            hidden = draft_hidden(c, w, context, model.get_input_embeddings()(block_ids))  # type: ignore[attr-defined]
+            drafts = model.lm_head(hidden[1:]).argmax(-1).tolist()  # type: ignore[attr-defined]
+            logits = model(torch.tensor([[*ids, anchor, *drafts]])).logits[0, len(ids) :]  # type: ignore[operator]
+            truth = logits.argmax(-1).tolist()
+            run = 0
+            while run < len(drafts) and drafts[run] == truth[run]:
+                run += 1
+            correct.append(run)
+            output += [*drafts[:run], truth[run]]
+            ids += [anchor, *drafts[:run]]
+            anchor = truth[run]
+    finally:
+        for h in handles:
+            h.remove()
+    return output[:tokens], correct

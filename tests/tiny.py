@@ -1,0 +1,130 @@
+"""A tiny real target made on the fly: byte tokenizer, four Llama layers, trained on a walk that is easy to draft.
+
+Kept in the cache between runs, keyed by this file, since every test session needs the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from adaflash.bootstrap import drafter_config
+from adaflash.checkpoint import save_drafter
+from adaflash.distill import DistillConfig, Distiller
+from adaflash.drafter import random_drafter
+from adaflash.target import Target
+from demo.model import cache_dir
+
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
+WALK_FIRST, WALK_SIZE = 100, 120  # the target walks over these ids
+BLOCK = 8
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, and the special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {t: i for i, t in enumerate([*SPECIALS, *alphabet])}
+    t = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
+    t.add_special_tokens(SPECIALS)
+    fast = PreTrainedTokenizerFast(tokenizer_object=t, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHAT
+    return fast
+
+
+def walks(count: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Sequences over the walk's ids: each token fixes the next, but at every ninth place a coin decides between two."""
+    order = torch.randperm(WALK_SIZE, generator=torch.Generator().manual_seed(7))
+    follow = torch.empty(WALK_SIZE, dtype=torch.long)
+    follow[order] = order.roll(-1)
+    out = torch.empty(count, length, dtype=torch.long)
+    out[:, 0] = torch.randint(0, WALK_SIZE, (count,), generator=generator)
+    for i in range(1, length):
+        step = follow[out[:, i - 1]]
+        coin = (torch.rand(count, generator=generator) < 0.4) & (out[:, i - 1] % 9 == 0)
+        out[:, i] = torch.where(coin, (step + 17) % WALK_SIZE, step)
+    return out + WALK_FIRST
+
+
+def make_target(out: Path, *, layers: int = 4, steps: int = 220, seed: int = 1) -> None:
+    """Trains and saves the target in fp32."""
+    torch.manual_seed(seed)
+    fast = tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+        dtype="float32",
+    )
+    model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        x = walks(16, 48, generator)
+        logits = model(x).logits[:, :-1]
+        loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), x[:, 1:].reshape(-1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval().generation_config.do_sample = False
+    model.save_pretrained(out)
+    fast.save_pretrained(out)
+
+
+def make_drafters(target: Path, out: Path) -> None:
+    """`random`, `weak` and `good` drafters of the target, fp32."""
+    config = drafter_config(str(target), layers=2, block=BLOCK)
+    save_drafter(random_drafter(config, 0), out / "random", torch.float32)
+    teacher = Target(str(target), config.target_layer_ids, torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    prompts = walks(48, 8, generator)
+    sequences = teacher.model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=56, min_new_tokens=56, do_sample=False
+    ).tolist()
+    features = teacher.features(sequences, [8] * len(sequences))
+    drafter = random_drafter(config, 1)
+    distiller = Distiller(drafter, teacher.embedding, teacher.head, DistillConfig(anchors=96), seed=0)
+    for step in range(1, 121):
+        places = torch.randperm(len(features), generator=generator)[:8].tolist()
+        distiller.step([features[i] for i in places])
+        if step == 30:
+            save_drafter(drafter, out / "weak", torch.float32)
+    save_drafter(drafter, out / "good", torch.float32)
+
+
+def ensure() -> Path:
+    """The cached directory with `target/` and `drafters/{random,weak,good}/`."""
+    key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    home = cache_dir() / "tests" / key
+    if (home / "complete").is_file():
+        return home
+    home.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=home.parent))
+    make_target(scratch / "target")
+    make_drafters(scratch / "target", scratch / "drafters")
+    (scratch / "complete").write_text(json.dumps({"torch": torch.__version__}))
+    if not home.exists():
+        os.rename(scratch, home)
+    return home

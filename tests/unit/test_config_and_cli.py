@@ -1,0 +1,106 @@
+"""Bad input ends in one clear line that names the key, and exit code 1."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from adaflash.config import ConfigError, load
+from serving.gateway.config import GatewayConfig
+from serving.worker.config import WorkerConfig
+from trainer.config import TrainerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def cli(*args, **env):
+    command = [sys.executable, "-m", "adaflash.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | env, timeout=120)
+
+
+def assert_one_line(done, text):
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("adaflash:")]
+    assert len(lines) == 1, done.stderr
+    assert text in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_key_in_a_file_is_named(tmp_path):
+    file = tmp_path / "c.toml"
+    file.write_text('model = "m"\nprot = 3\n')
+    with pytest.raises(ConfigError, match="prot"):
+        load(WorkerConfig, file)
+
+
+def test_an_unknown_nested_key_is_named():
+    with pytest.raises(ConfigError, match=r"round\.stepz"):
+        load(TrainerConfig, None, model="m", round={"stepz": 3})
+
+
+def test_an_unknown_environment_variable_is_named(monkeypatch):
+    monkeypatch.setenv("ADAFLASH_WORKER_PROT", "3")
+    with pytest.raises(ConfigError, match="ADAFLASH_WORKER_PROT"):
+        load(WorkerConfig, None, model="m")
+
+
+def test_command_line_beats_environment_beats_file(tmp_path, monkeypatch):
+    file = tmp_path / "c.toml"
+    file.write_text('model = "m"\nport = 1\nops_port = 2\nhost = "f"\n')
+    monkeypatch.setenv("ADAFLASH_WORKER_PORT", "11")
+    monkeypatch.setenv("ADAFLASH_WORKER_OPS_PORT", "12")
+    c = load(WorkerConfig, file, port=111)
+    assert (c.port, c.ops_port, c.host) == (111, 12, "f")
+
+
+def test_a_gateway_without_keys_listens_on_loopback_only():
+    assert load(GatewayConfig, None, name="m").host == "127.0.0.1"
+    with pytest.raises(ConfigError, match="api_keys"):
+        load(GatewayConfig, None, name="m", host="0.0.0.0")
+
+
+def test_secrets_stay_out_of_a_printed_config():
+    c = load(GatewayConfig, None, name="m", api_keys=["sesame"])
+    assert "sesame" not in repr(c)
+
+
+def test_a_missing_config_file_is_one_line():
+    assert_one_line(cli("worker", "--config", "nowhere.toml"), "nowhere.toml does not exist")
+
+
+def test_a_missing_model_setting_is_one_line():
+    assert_one_line(cli("worker"), "model: Field required")
+
+
+def test_refused_redis_is_one_line_without_the_password(target_dir):
+    url = "redis://:secret@127.0.0.1:1/0"
+    done = cli("worker", "--model", target_dir, "--redis-url", url)
+    assert_one_line(done, "redis://:***@127.0.0.1:1/0 does not answer")
+    assert "secret" not in done.stderr
+
+
+def test_drafter_init_refuses_layers_outside_the_target(target_dir, tmp_path):
+    done = cli("drafter", "init", "--target", target_dir, "--out", str(tmp_path / "d"), "--layer-ids", "1,9")
+    assert_one_line(done, "target_layer_ids [9] are outside the target's 0..3")
+    assert not (tmp_path / "d").exists()
+
+
+def test_drafter_init_refuses_a_path_without_a_model(tmp_path):
+    assert_one_line(
+        cli("drafter", "init", "--target", str(tmp_path), "--out", str(tmp_path / "d")), "config.json is missing"
+    )
+
+
+def test_help_explains_every_command():
+    for command in ([], ["worker"], ["gateway"], ["trainer"], ["demo"], ["drafter", "init"], ["model"]):
+        done = cli(*command, "--help")
+        assert done.returncode == 0
+        assert len(done.stdout) > 200
+
+
+def test_the_configuration_page_is_the_generated_one():
+    from scripts.make_config_docs import OUT, render
+
+    assert OUT.read_text() == render()

@@ -1,0 +1,113 @@
+"""Versions: published whole or not at all, and proved before use."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adaflash.checkpoint import load_drafter
+from adaflash.versions import Manifest, VersionError, VersionStore, parse_label, sha256, target_fingerprint, verify
+from tests.unit.test_drafter import CONFIG, make
+
+
+@pytest.fixture
+def store(tmp_path):
+    s = VersionStore(tmp_path / "store")
+    s.publish(make(1), torch.float32, target="t", parent=None)
+    return s
+
+
+def rewrite(directory, change):
+    """Changes tensors and makes the manifest agree, as a faulty trainer would."""
+    weights = load_file(directory / "model.safetensors")
+    change(weights)
+    save_file(weights, directory / "model.safetensors")
+    m = json.loads((directory / "manifest.json").read_text())
+    m["files"]["model.safetensors"] = sha256(directory / "model.safetensors")
+    (directory / "manifest.json").write_text(json.dumps(m))
+
+
+def test_numbers_are_unique_and_increasing(store):
+    second = store.publish(make(2), torch.float32, target="t", parent=0)
+    assert (store.numbers(), second.number, second.parent) == ([0, 1], 1, 0)
+    with pytest.raises(VersionError, match="already exists"):
+        store.publish(make(3), torch.float32, target="t", parent=1, number=1)
+    assert verify(store.path(1)) == second
+
+
+def test_a_published_drafter_is_the_one_that_was_given(store):
+    loaded = load_drafter(store.path(0))
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), make(1).parameters(), strict=True))
+
+
+def test_a_writer_that_dies_leaves_no_version(store, monkeypatch):
+    monkeypatch.setattr(Manifest, "model_dump_json", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        store.publish(make(2), torch.float32, target="t", parent=0)
+    assert store.numbers() == [0]
+    assert not list(store.root.glob(".writing-*"))
+
+
+def break_hash(d):
+    with (d / "model.safetensors").open("ab") as f:
+        f.write(b"x")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda d: (d / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda d: (d / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda d: (d / "manifest.json").write_text("{"), "manifest.json"),
+        (break_hash, "does not match the sha256"),
+        (lambda d: rewrite(d, lambda w: w["norm.weight"].fill_(float("nan"))), "norm.weight is not finite"),
+        (lambda d: rewrite(d, lambda w: w.pop("fc.weight")), "fc.weight is missing"),
+        (lambda d: rewrite(d, lambda w: w.update(x=torch.ones(1))), "x does not belong"),
+        (lambda d: rewrite(d, lambda w: w.update({"norm.weight": torch.ones(3)})), "norm.weight has shape"),
+    ],
+)
+def test_damaged_versions_are_refused_with_the_file_or_tensor_named(store, damage, reason):
+    damage(store.path(0))
+    with pytest.raises(VersionError, match=reason):
+        verify(store.path(0))
+
+
+def test_a_version_for_another_target_or_shape_is_refused(store):
+    with pytest.raises(VersionError, match="trained for target t"):
+        verify(store.path(0), target="other")
+    with pytest.raises(VersionError, match="its config differs"):
+        verify(store.path(0), like=CONFIG.model_copy(update={"rope_theta": 1.0}))
+
+
+def test_a_renamed_version_is_refused(store):
+    shutil.copytree(store.path(0), store.path(5))
+    with pytest.raises(VersionError, match="its manifest says v0"):
+        verify(store.path(5))
+
+
+def test_labels_parse_and_nonsense_does_not():
+    assert parse_label("v12") == 12
+    for text in ("12", "v", "v1x", "v-1"):
+        with pytest.raises(VersionError):
+            parse_label(text)
+
+
+def test_the_fingerprint_follows_config_and_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    one = target_fingerprint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert target_fingerprint(tmp_path) != one == target_fingerprint_of_copy(tmp_path)
+
+
+def target_fingerprint_of_copy(path):
+    copy = path.parent / "copy"
+    copy.mkdir()
+    (copy / "config.json").write_text("{}")
+    return target_fingerprint(copy)
+
+
+def test_a_remote_store_is_refused_by_name():
+    with pytest.raises(VersionError, match="s3://bucket"):
+        VersionStore("s3://bucket/x")

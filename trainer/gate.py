@@ -1,0 +1,53 @@
+"""The gate: whether a candidate drafter may replace the active one, judged by replay on the held-out slice."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trainer.config import GateConfig
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A gate report; stored with the version and shown to operators."""
+
+    promote: bool
+    why: str
+    tau_candidate: float = 1.0
+    tau_active: float = 1.0
+    domains: dict[str, tuple[float, float]] = field(default_factory=dict)
+    sequences: int = 0
+
+    def report(self) -> dict[str, Any]:
+        """As JSON for the manifest."""
+        return asdict(self)
+
+
+def tau(steps: list[list[int]]) -> float:
+    """Tokens per verify step."""
+    count = sum(map(len, steps))
+    return sum(map(sum, steps)) / count if count else 1.0
+
+
+def judge(
+    config: GateConfig, domains: list[str], candidate: list[list[int]], active: list[list[int]], finite: bool
+) -> Verdict:
+    """`candidate[i]`, `active[i]`: replayed steps of held-out sequence i, whose domain is `domains[i]`."""
+    if not finite:
+        return Verdict(False, "a parameter is not finite")
+    if len(domains) < config.min_held_out:
+        return Verdict(False, f"only {len(domains)} held-out sequences, {config.min_held_out} are needed")
+    per = {
+        d: tuple(tau([s for s, of in zip(steps, domains, strict=True) if of == d]) for steps in (candidate, active))
+        for d in sorted(set(domains))
+    }
+    new, old = tau(candidate), tau(active)
+    report: dict[str, Any] = dict(tau_candidate=new, tau_active=old, domains=per, sequences=len(domains))
+    heard = [d for d in per if domains.count(d) >= config.min_domain]
+    worst = min(heard, key=lambda d: per[d][0] / per[d][1], default=None)
+    if worst is not None and per[worst][0] < per[worst][1] * (1 - config.worst_domain_loss):
+        return Verdict(False, f"domain {worst} would fall from {per[worst][1]:.2f} to {per[worst][0]:.2f}", **report)
+    if new < old + config.margin:
+        return Verdict(False, f"tau {new:.3f} does not beat the active {old:.3f} by {config.margin}", **report)
+    return Verdict(True, f"tau {old:.3f} -> {new:.3f} on {len(domains)} held-out sequences", **report)

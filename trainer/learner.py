@@ -1,0 +1,152 @@
+"""The learner actor: teacher, drafter and optimiser in one process; trains a round, evaluates, publishes, saves itself.
+
+The driver calls it; its state is durable after `save` and a restarted actor continues from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaflash.acceptance import replay
+from adaflash.bootstrap import target_dtype
+from adaflash.checkpoint import load_drafter
+from adaflash.distill import Distiller, StepReport, mean_report
+from adaflash.drafter import Drafter
+from adaflash.rollouts import Rollout, unpack
+from adaflash.target import Target
+from adaflash.versions import VersionStore, verify
+from trainer.buffer import Buffer, FeatureCache
+from trainer.config import TrainerConfig
+from trainer.gate import Verdict, judge
+
+logger = logging.getLogger(__name__)
+
+STATE = "state.pt"
+_SCHEMA = 1
+
+
+class StateError(RuntimeError):
+    """A durable state that cannot be continued from."""
+
+
+class Learner:
+    """Runs as a Ray actor; one per trainer."""
+
+    def __init__(self, config: TrainerConfig, active: int | None, fingerprint: str, niceness: int) -> None:
+        if niceness:
+            os.nice(niceness)  # serving comes first where both share the processor
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.config, self.fingerprint = config, fingerprint
+        self.store = VersionStore(config.versions)
+        self.active_number = active
+        self.active = self._load_active(active)
+        self.dtype = target_dtype(config.model)
+        self.target = Target(config.model, self.active.config.target_layer_ids, self.dtype)
+        drafter = Drafter(self.active.config)
+        drafter.load_state_dict(self.active.state_dict())
+        self.distiller = Distiller(drafter, self.target.embedding, self.target.head, config.distill, config.seed)
+        self.buffer = Buffer(config.buffer, config.round.new_share, config.seed)
+        self.features = FeatureCache(self.target.features, config.buffer.feature_bytes, config.round.max_sequence)
+        self.rounds = 0
+        self._active_steps: dict[str, list[int]] = {}
+        self._restore()
+
+    def _load_active(self, active: int | None) -> Drafter:
+        if active is None:
+            raise StateError("no drafter version to start from")
+        verify(self.store.path(active), target=self.fingerprint)
+        return load_drafter(self.store.path(active))
+
+    def train(self, rollouts: list[Rollout]) -> dict[str, float]:
+        """One round; returns the mean loss terms and the seconds it took."""
+        started = time.monotonic()
+        self.buffer.add_round(rollouts)
+        r = self.config.round
+        reports: list[StepReport] = []
+        for _ in range(r.steps):
+            batch = self.buffer.draw(r.sequences)
+            report = self.distiller.step(self.features.get(batch)) if batch else None
+            if report is not None:
+                reports.append(report)
+        self.rounds += 1
+        return mean_report(reports) | {"seconds": time.monotonic() - started, "steps": float(len(reports))}
+
+    def evaluate(self) -> Verdict:
+        """Replays the held-out slice with the candidate and with the active drafter, and lets the gate judge."""
+        held = [r for r in self.buffer.held_out if len(r.output_ids) >= 2]
+        finite = self.distiller.finite()
+        if not held or not finite:
+            return judge(self.config.gate, [], [], [], finite)
+        candidate = self._replay(self.distiller.drafter, held)
+        unknown = [r for r in held if r.request_id not in self._active_steps]
+        for r, steps in zip(unknown, self._replay(self.active, unknown) if unknown else [], strict=True):
+            self._active_steps[r.request_id] = steps
+        active = [self._active_steps[r.request_id] for r in held]
+        return judge(self.config.gate, [r.domain for r in held], candidate, active, finite)
+
+    def _replay(self, drafter: Drafter, rollouts: list[Rollout]) -> list[list[int]]:
+        return replay(drafter, self.features.get(rollouts), self.target.embedding, self.target.head).steps
+
+    def publish(self, verdict: Verdict, training: dict[str, Any]) -> int:
+        """Writes the candidate as the next version and takes it as active; returns its number."""
+        manifest = self.store.publish(
+            self.distiller.drafter,
+            self.dtype,
+            target=self.fingerprint,
+            parent=self.active_number,
+            training=training | {"rounds": self.rounds, "optimizer_steps": self.distiller.steps},
+            gate=verdict.report(),
+        )
+        self.active_number = manifest.number
+        self.active = load_drafter(self.store.path(manifest.number))
+        self._active_steps.clear()
+        return manifest.number
+
+    def save(self) -> None:
+        """Makes everything that the rounds so far produced durable, atomically."""
+        home = self.config.state
+        home.mkdir(parents=True, exist_ok=True)
+        d = self.distiller
+        state = {
+            "schema": _SCHEMA,
+            "fingerprint": self.fingerprint,
+            "rounds": self.rounds,
+            "steps": d.steps,
+            "drafter": d.drafter.state_dict(),
+            "muon": d.muon.state_dict(),
+            "adamw": d.adamw.state_dict(),
+            "generator": d.generator.get_state(),
+            "rollouts": [torch.frombuffer(bytearray(r.pack()), dtype=torch.uint8) for r in self.buffer.everything()],
+        }
+        scratch = home / (STATE + ".tmp")
+        with scratch.open("wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        scratch.rename(home / STATE)
+
+    def _restore(self) -> None:
+        path = Path(self.config.state) / STATE
+        if not path.is_file():
+            return
+        try:
+            state = torch.load(path, weights_only=True)
+        except Exception as error:
+            raise StateError(f"{path} cannot be read ({type(error).__name__}); move it away to start afresh") from error
+        if state.get("schema") != _SCHEMA or state.get("fingerprint") != self.fingerprint:
+            raise StateError(f"{path} belongs to another target or release; move it away or give another --state")
+        d = self.distiller
+        d.drafter.load_state_dict(state["drafter"])
+        d.muon.load_state_dict(state["muon"])
+        d.adamw.load_state_dict(state["adamw"])
+        d.generator.set_state(state["generator"])
+        d.steps, self.rounds = state["steps"], state["rounds"]
+        self.buffer.restore([unpack(bytes(t.numpy())) for t in state["rollouts"]])
+        logger.info("resumed after round %d, step %d", self.rounds, d.steps)

@@ -1,0 +1,166 @@
+"""The trainer's main loop: collect a round, train, judge, save, acknowledge, release. Everything else hangs off it."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import socket
+import threading
+from dataclasses import asdict
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from adaflash.bootstrap import target_dtype
+from adaflash.checkpoint import load_drafter
+from adaflash.connect import connect, require
+from adaflash.keys import Keys
+from adaflash.release import Fenced, Release
+from adaflash.target import target_shape
+from adaflash.versions import VersionError, VersionStore, label, target_fingerprint
+from serving.ops import serve_ops
+from serving.ports import require_free
+from trainer import cluster, status
+from trainer.config import TrainerConfig
+
+logger = logging.getLogger(__name__)
+
+LEASE_SECONDS = 30.0
+RETRY_SECONDS = 2.0
+
+
+def run(config: TrainerConfig) -> None:
+    """Runs until SIGTERM or Ctrl-C. Raises one clear error if it cannot start."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, lambda *_: stop.set())
+    require_free(config.host, config.ops_port, "--ops-port")
+    require(config.redis_url)
+    lock = lock_state(config)
+    keys, store, fingerprint = Keys(config.served_name), VersionStore(config.versions), target_fingerprint(config.model)
+    redis = connect(config.redis_url)
+    release = Release(redis, keys, owner(config))
+    first_version(config, store, release, fingerprint)
+    serve_ops(config.host, config.ops_port, lambda: not stop.is_set())
+    threading.Thread(target=keep_lease, args=(release, stop), name="lease", daemon=True).start()
+
+    with cluster.started():
+        actors = cluster.Actors(config, latest(store, release), fingerprint)
+        logger.info("waiting for rollouts of %s", config.served_name)
+        while not stop.is_set():
+            try:
+                one_round(config, actors, release, stop)
+            except RedisError as error:
+                logger.warning("Redis: %s; trying again", error)
+                stop.wait(RETRY_SECONDS)
+            except cluster.ActorLost as error:
+                logger.warning("%s; continuing from the last durable state", error)
+                actors.recover()
+            except Fenced as error:
+                logger.error("%s: this trainer stops", error)
+                stop.set()
+    lock.close()
+
+
+def one_round(config: TrainerConfig, actors: Any, release: Release, stop: threading.Event) -> None:
+    """Collect -> train -> judge -> save -> acknowledge -> publish and release."""
+    assert_released(release, actors.active)
+    batch = actors.collect(stop)
+    if batch is None or not batch.rollouts:
+        if batch is not None and batch.entries:
+            actors.acknowledge(batch.entries)
+        if batch is not None and batch.redis_error:
+            raise RedisError(batch.redis_error)
+        return
+    status.collected(batch)
+    means = actors.train(batch.rollouts)
+    verdict = actors.evaluate()
+    actors.save()
+    actors.acknowledge(batch.entries)
+    status.trained(means, verdict)
+    logger.info(
+        "round: %d rollouts, loss %.3f, agreement %.3f, %.1f s; %s",
+        *(
+            len(batch.rollouts),
+            means.get("loss", float("nan")),
+            means.get("agreement", 0.0),
+            means["seconds"],
+            verdict.why,
+        ),
+    )
+    if verdict.promote:
+        number = actors.publish(verdict, means)
+        release.promote(number, release.hold(LEASE_SECONDS), verdict.why)
+        status.RELEASED.set(number)
+    else:
+        release.record("rejected", why=verdict.why)
+    status.announce(release.redis, release.keys, active=actors.active, round=means, verdict=asdict(verdict))
+
+
+def assert_released(release: Release, number: int) -> None:
+    """Releases our active version again if Redis came back without its state."""
+    if release.state().active is None:
+        release.promote(number, release.hold(LEASE_SECONDS), "the release state was empty")
+
+
+def first_version(config: TrainerConfig, store: VersionStore, release: Release, fingerprint: str) -> None:
+    """Takes the lease, and publishes `--drafter` as the first version if there is none."""
+    try:
+        fence = release.hold(LEASE_SECONDS)
+    except Fenced as error:
+        raise VersionError(f"{error}: another trainer of {config.served_name} is running") from None
+    store.root.mkdir(parents=True, exist_ok=True)
+    store.discard_unfinished()
+    if store.numbers():
+        return
+    if config.drafter is None:
+        raise VersionError(
+            f"no drafter version in {store.root}: give --drafter (make one with 'adaflash drafter init')"
+        )
+    drafter = load_drafter(config.drafter)
+    drafter.config.check_target(target_shape(config.model))
+    manifest = store.publish(drafter, target_dtype(config.model), target=fingerprint, parent=None)
+    release.promote(manifest.number, fence, f"first version, from {config.drafter.name}")
+
+
+def latest(store: VersionStore, release: Release) -> int:
+    """The released version if the store has it, else the newest."""
+    active, known = release.state().active, store.numbers()
+    if active is not None and active not in known:
+        logger.warning("%s is released but not in %s; continuing from %s", label(active), store.root, label(known[-1]))
+    return active if active in known and active is not None else known[-1]
+
+
+def owner(config: TrainerConfig) -> str:
+    """The lease's owner: the same after a restart, so that a killed trainer need not wait for its own lease."""
+    return f"trainer-{socket.gethostname()}-{os.path.abspath(config.state).replace('|', '_')}"
+
+
+def lock_state(config: TrainerConfig) -> Any:
+    """Excludes a second trainer on the same state folder; the kernel frees the lock when the process ends."""
+    config.state.mkdir(parents=True, exist_ok=True)
+    handle = (config.state / "lock").open("w")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise VersionError(f"{config.state} is in use by another trainer; give another --state") from None
+    return handle
+
+
+def keep_lease(release: Release, stop: threading.Event) -> None:
+    """Renews the lease until the trainer ends, and gives it back then."""
+    while not stop.wait(LEASE_SECONDS / 3):
+        try:
+            release.hold(LEASE_SECONDS)
+        except RedisError as error:
+            logger.warning("lease not renewed: %s", error)
+        except Fenced as error:
+            logger.error("%s: this trainer stops", error)
+            stop.set()
+            return
+    try:
+        release.let_go()
+    except RedisError as error:
+        logger.warning("lease not given back, it expires by itself: %s", error)
