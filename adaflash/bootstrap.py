@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from adaflash.checkpoint import save_drafter
-from adaflash.drafter import DrafterConfig, DrafterConfigError, one_line, random_drafter
+from adaflash.drafter import DrafterConfig, DrafterConfigError, random_drafter
+from adaflash.errors import one_line
 from adaflash.target import read_config
 
 _MASK_NAMES = ("<|mask|>", "<mask>", "[MASK]")
@@ -49,8 +50,8 @@ def drafter_config(
 
 def spread_layers(depth: int, count: int = 5) -> tuple[int, ...]:
     """`count` layers spread evenly from the second to the third-last, as the published DFlash drafters choose them."""
-    if depth <= count:
-        return tuple(range(depth))
+    if depth <= count + 1:
+        return tuple(range(depth - 1))
     first, last = 1, max(depth - 3, count)
     return tuple(sorted({round(first + i * (last - first) / (count - 1)) for i in range(count)}))
 

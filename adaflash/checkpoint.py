@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adaflash.drafter import Drafter, DrafterConfig, DrafterConfigError
+from adaflash.errors import UserError
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that must not be used; the message names the file or tensor."""
 
 

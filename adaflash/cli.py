@@ -9,7 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(help="Online adaptation of block-diffusion drafters for LLM serving.", no_args_is_help=True)
+from adaflash.errors import UserError
+
+app = typer.Typer(
+    help="Online adaptation of block-diffusion drafters for LLM serving.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
 drafter_app = typer.Typer(help="Make and look at drafter checkpoints.", no_args_is_help=True)
 app.add_typer(drafter_app, name="drafter")
 
@@ -22,29 +28,14 @@ Set = Annotated[
 
 def main() -> None:
     """Runs the command; expected errors become one line on stderr and exit code 1."""
-    from adaflash.checkpoint import CheckpointError
-    from adaflash.config import ConfigError
-    from adaflash.connect import RedisUnavailable
-    from adaflash.drafter import DrafterConfigError
-    from adaflash.target import TargetError
-    from adaflash.versions import VersionError
-
-    expected: list[type[Exception]] = [
-        *(CheckpointError, ConfigError, RedisUnavailable, DrafterConfigError, TargetError, VersionError, UserError)
-    ]
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr
-    )
+    log_format = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=log_format, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         app()
-    except tuple(expected) as error:
+    except UserError as error:
         print(f"adaflash: {error}", file=sys.stderr)
         sys.exit(1)
-
-
-class UserError(RuntimeError):
-    """An error whose message is all the user needs."""
 
 
 def settings(pairs: list[str] | None) -> dict[str, Any]:
@@ -79,16 +70,12 @@ def worker(
 ) -> None:
     """Serve a target with its drafter on stock SGLang, log rollouts, follow released drafter versions."""
     from adaflash.config import load
-    from serving.ports import PortInUse
-    from serving.worker.agent import Agent, WorkerFailed
+    from serving.worker.agent import Agent
     from serving.worker.config import WorkerConfig
 
     given = dict(model=model, name=name, versions=versions, drafter=drafter, route=route, host=host, port=port)
     given |= dict(ops_port=ops_port, dtype=dtype, redis_url=redis_url)
-    try:
-        Agent(load(WorkerConfig, config, **given, **settings(more))).run()
-    except (WorkerFailed, PortInUse) as error:
-        raise UserError(str(error)) from error
+    Agent(load(WorkerConfig, config, **given, **settings(more))).run()
 
 
 @app.command()
@@ -104,12 +91,8 @@ def gateway(
     from adaflash.config import load
     from serving.gateway.app import run
     from serving.gateway.config import GatewayConfig
-    from serving.ports import PortInUse
 
-    try:
-        run(load(GatewayConfig, config, name=name, host=host, port=port, redis_url=redis_url, **settings(more)))
-    except PortInUse as error:
-        raise UserError(str(error)) from error
+    run(load(GatewayConfig, config, name=name, host=host, port=port, redis_url=redis_url, **settings(more)))
 
 
 @app.command()
@@ -126,17 +109,13 @@ def trainer(
 ) -> None:
     """Distil the drafter on logged rollouts and release better versions. $RAY_ADDRESS joins an existing Ray cluster."""
     from adaflash.config import load
-    from serving.ports import PortInUse
     from trainer.config import TrainerConfig
     from trainer.loop import run
 
     given = dict(
         model=model, name=name, versions=versions, drafter=drafter, state=state, ops_port=ops_port, redis_url=redis_url
     )
-    try:
-        run(load(TrainerConfig, config, **given, **settings(more)))
-    except PortInUse as error:
-        raise UserError(str(error)) from error
+    run(load(TrainerConfig, config, **given, **settings(more)))
 
 
 @app.command()
@@ -151,25 +130,17 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of prompts and weights.")] = 0,
 ) -> None:
     """The closed loop on this machine: serve, log, distil, swap, show acceptance rise. $REDIS_URL uses a real Redis."""
-    from demo.model import ModelError
-    from demo.processes import DemoFailed
     from demo.run import Options, run
 
-    try:
-        run(Options(minutes, model, warm, clients, max_tokens, json, plot, seed))
-    except (DemoFailed, ModelError) as error:
-        raise UserError(str(error)) from error
+    run(Options(minutes, model, warm, clients, max_tokens, json, plot, seed))
 
 
 @app.command("model")
 def model_command() -> None:
     """Convert the demo's small LLM (SmolLM2-135M-Instruct) once and print its directory."""
-    from demo.model import ModelError, ensure_model
+    from demo.model import ensure_model
 
-    try:
-        print(ensure_model(lambda text: print(text, file=sys.stderr)))
-    except ModelError as error:
-        raise UserError(str(error)) from error
+    print(ensure_model(lambda text: print(text, file=sys.stderr)))
 
 
 @drafter_app.command("init")

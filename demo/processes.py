@@ -13,8 +13,10 @@ from pathlib import Path
 
 import httpx
 
+from adaflash.errors import UserError
 
-class DemoFailed(RuntimeError):
+
+class DemoFailed(UserError):
     """The demo cannot go on; the message names the process and its log."""
 
 

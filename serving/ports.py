@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 
+from adaflash.errors import UserError
 
-class PortInUse(RuntimeError):
+
+class PortInUse(UserError):
     """Something else listens there; the message says which option to change."""
 
 

@@ -18,6 +18,7 @@ from adaflash.bootstrap import target_dtype
 from adaflash.checkpoint import load_drafter
 from adaflash.distill import Distiller, StepReport, mean_report
 from adaflash.drafter import Drafter
+from adaflash.errors import UserError
 from adaflash.rollouts import Rollout, unpack
 from adaflash.target import Target
 from adaflash.versions import VersionStore, verify
@@ -31,7 +32,7 @@ STATE = "state.pt"
 _SCHEMA = 1
 
 
-class StateError(RuntimeError):
+class StateError(UserError):
     """A durable state that cannot be continued from."""
 
 
@@ -133,15 +134,9 @@ class Learner:
         scratch.rename(home / STATE)
 
     def _restore(self) -> None:
-        path = Path(self.config.state) / STATE
-        if not path.is_file():
+        state = read_state(self.config.state, self.fingerprint)
+        if state is None:
             return
-        try:
-            state = torch.load(path, weights_only=True)
-        except Exception as error:
-            raise StateError(f"{path} cannot be read ({type(error).__name__}); move it away to start afresh") from error
-        if state.get("schema") != _SCHEMA or state.get("fingerprint") != self.fingerprint:
-            raise StateError(f"{path} belongs to another target or release; move it away or give another --state")
         d = self.distiller
         d.drafter.load_state_dict(state["drafter"])
         d.muon.load_state_dict(state["muon"])
@@ -150,3 +145,17 @@ class Learner:
         d.steps, self.rounds = state["steps"], state["rounds"]
         self.buffer.restore([unpack(bytes(t.numpy())) for t in state["rollouts"]])
         logger.info("resumed after round %d, step %d", self.rounds, d.steps)
+
+
+def read_state(home: Path, fingerprint: str) -> dict[str, Any] | None:
+    """The durable state in `home`, None if there is none; StateError if it cannot be continued from."""
+    path = home / STATE
+    if not path.is_file():
+        return None
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+    except Exception as error:
+        raise StateError(f"{path} cannot be read ({type(error).__name__}); move it away to start afresh") from error
+    if state.get("schema") != _SCHEMA or state.get("fingerprint") != fingerprint:
+        raise StateError(f"{path} belongs to another target or release; move it away or give another --state")
+    return state

@@ -24,6 +24,7 @@ from serving.ops import serve_ops
 from serving.ports import require_free
 from trainer import cluster, status
 from trainer.config import TrainerConfig
+from trainer.learner import read_state
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ def run(config: TrainerConfig) -> None:
     keys, store, fingerprint = Keys(config.served_name), VersionStore(config.versions), target_fingerprint(config.model)
     redis = connect(config.redis_url)
     release = Release(redis, keys, owner(config))
+    read_state(config.state, fingerprint)  # a state that cannot be continued from ends here, in one line
     first_version(config, store, release, fingerprint)
     serve_ops(config.host, config.ops_port, lambda: not stop.is_set())
     threading.Thread(target=keep_lease, args=(release, stop), name="lease", daemon=True).start()

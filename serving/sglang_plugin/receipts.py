@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ENV_DIR = "ADAFLASH_RUN_DIR"
+STARTED = "started"  # written once by each rank when its speculative worker exists
 
 
 def directory() -> Path | None:

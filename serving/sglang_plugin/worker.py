@@ -16,7 +16,6 @@ from serving.sglang_plugin import SUPPORTED_SGLANG, receipts
 from serving.sglang_plugin.capture import StepOnDevice, start_capture
 
 logger = logging.getLogger(__name__)
-STARTED = "started"
 
 _workers: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -33,7 +32,7 @@ def extend(worker_class: Any) -> Any:
             _workers.add(self)
             salt_prefix_cache_by_version()
             self._adaflash_capture = start_capture(self) if rank == 0 else None
-            receipts.write(STARTED, rank, **describe(self))
+            receipts.write(receipts.STARTED, rank, **describe(self))
 
         def forward_batch_generation(self, *args: Any, **kwargs: Any) -> Any:
             result = super().forward_batch_generation(*args, **kwargs)

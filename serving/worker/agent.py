@@ -19,6 +19,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from redis.exceptions import RedisError
 
 from adaflash.connect import require
+from adaflash.errors import UserError
 from adaflash.keys import Keys
 from adaflash.registry import Registry, State, WorkerEntry
 from adaflash.release import Release
@@ -45,7 +46,7 @@ VERSION = Gauge("adaflash_drafter_version", "Number of the drafter version that 
 SPECULATION = Gauge("adaflash_speculation_active", "1 if the start-up proof saw speculation.")
 
 
-class WorkerFailed(RuntimeError):
+class WorkerFailed(UserError):
     """The engine did not start or did not prove itself."""
 
 
@@ -90,7 +91,7 @@ class Agent:
                 self._become("ready")
                 logger.info("ready at %s, drafter %s", c.url, self.version or "none")
                 self._follow(swapper)
-            except proof.ProofFailed as error:
+            except (proof.ProofFailed, EngineError) as error:
                 raise WorkerFailed(str(error)) from error
             finally:
                 self._drain()
@@ -156,7 +157,7 @@ class Agent:
         try:
             directory, manifest = stage(self.store, number, self.stage_dir, self.target, self.drafter.config)
             done = swapper.swap(directory, manifest.label)
-        except (VersionError, SwapError, ValueError, OSError) as error:
+        except (UserError, SwapError, OSError) as error:
             self._failed[number] = time.monotonic()
             SWAPS.labels("refused").inc()
             logger.error("swap to %s refused, %s stays: %s", label(number), before, error)

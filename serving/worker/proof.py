@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from serving.sglang_plugin import SUPPORTED_SGLANG, receipts
-from serving.sglang_plugin.worker import STARTED
 from serving.worker.client import Engine
 from serving.worker.launch import Drafter
 
@@ -22,7 +21,7 @@ def prove(engine: Engine, run_dir: Path, drafter: Drafter | None) -> str:
     meta = engine.generate(probe, PROBE_TOKENS)["meta_info"]
     if drafter is None:
         return ""
-    started = receipts.read(run_dir, STARTED)
+    started = receipts.read(run_dir, receipts.STARTED)
     if not started:
         raise ProofFailed(
             "the AdaFlash plugin is not live inside SGLang: check SGLANG_PLUGINS and SGLANG_PLATFORM "

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from adaflash.cli import app
 from adaflash.config import ConfigError, load
 from serving.gateway.config import GatewayConfig
 from serving.worker.config import WorkerConfig
@@ -94,10 +96,23 @@ def test_drafter_init_refuses_a_path_without_a_model(tmp_path):
 
 
 def test_help_explains_every_command():
+    runner = CliRunner()
     for command in ([], ["worker"], ["gateway"], ["trainer"], ["demo"], ["drafter", "init"], ["model"]):
-        done = cli(*command, "--help")
-        assert done.returncode == 0
-        assert len(done.stdout) > 200
+        done = runner.invoke(app, [*command, "--help"])
+        assert done.exit_code == 0
+        assert len(done.output) > 200
+
+
+def test_help_is_quick_because_it_imports_nothing_heavy():
+    code = (
+        "import sys, adaflash.cli; sys.exit(any(m in sys.modules for m in ('torch', 'sglang', 'ray', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_the_worker_agent_does_not_import_sglang():
+    code = "import sys, serving.worker.agent; sys.exit('sglang' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_the_configuration_page_is_the_generated_one():

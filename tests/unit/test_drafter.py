@@ -17,7 +17,7 @@ CONFIG = DrafterConfig(
     num_key_value_heads=2,
     head_dim=8,
     block_size=6,
-    num_target_layers=5,
+    num_target_layers=6,
     target_layer_ids=(0, 2, 4),
     mask_token_id=59,
 )
@@ -77,7 +77,8 @@ def test_padding_and_company_do_not_change_a_replay():
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"target_layer_ids": (0, 5)}, "target_layer_ids"),
+        ({"target_layer_ids": (0, 6)}, "target_layer_ids"),
+        ({"target_layer_ids": (0, 5)}, "last layer"),
         ({"mask_token_id": 60}, "mask_token_id"),
         ({"num_key_value_heads": 3}, "num_attention_heads"),
         ({"block_size": 1}, "block_size"),
@@ -104,6 +105,6 @@ def test_unsupported_rope_scaling_is_refused_by_name():
 
 def test_a_drafter_of_another_target_is_refused_by_name():
     with pytest.raises(DrafterConfigError, match="vocab_size"):
-        CONFIG.check_target(TargetShape(61, 32, 5))
+        CONFIG.check_target(TargetShape(61, 32, 6))
     with pytest.raises(DrafterConfigError, match="num_target_layers"):
-        CONFIG.check_target(TargetShape(60, 32, 6))
+        CONFIG.check_target(TargetShape(60, 32, 7))
