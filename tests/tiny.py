@@ -1,6 +1,6 @@
 """A tiny real target made on the fly: byte tokenizer, four Llama layers, trained on a walk that is easy to draft.
 
-Kept in the cache between runs, keyed by this file, since every test session needs the same one.
+Kept in the cache between runs, keyed by the code that makes it, since every test session needs the same one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from adaflash import bootstrap, distill, drafter, losses, target
 from adaflash.bootstrap import drafter_config
 from adaflash.checkpoint import save_drafter
 from adaflash.distill import DistillConfig, Distiller
@@ -26,6 +27,7 @@ from demo.model import cache_dir
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 WALK_FIRST, WALK_SIZE = 100, 120  # the target walks over these ids
 BLOCK = 8
+MADE_BY = (bootstrap, distill, drafter, losses, target)
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -93,30 +95,31 @@ def make_target(out: Path, *, layers: int = 4, steps: int = 220, seed: int = 1) 
     fast.save_pretrained(out)
 
 
-def make_drafters(target: Path, out: Path) -> None:
+def make_drafters(home: Path, out: Path) -> None:
     """`random`, `weak` and `good` drafters of the target, fp32."""
-    config = drafter_config(str(target), layers=2, block=BLOCK)
+    config = drafter_config(str(home), layers=2, block=BLOCK)
     save_drafter(random_drafter(config, 0), out / "random", torch.float32)
-    teacher = Target(str(target), config.target_layer_ids, torch.float32)
+    teacher = Target(str(home), config.target_layer_ids, torch.float32)
     generator = torch.Generator().manual_seed(3)
     prompts = walks(48, 8, generator)
     sequences = teacher.model.generate(
         prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=56, min_new_tokens=56, do_sample=False
     ).tolist()
     features = teacher.features(sequences, [8] * len(sequences))
-    drafter = random_drafter(config, 1)
-    distiller = Distiller(drafter, teacher.embedding, teacher.head, DistillConfig(anchors=96), seed=0)
+    student = random_drafter(config, 1)
+    distiller = Distiller(student, teacher.embedding, teacher.head, DistillConfig(anchors=96), seed=0)
     for step in range(1, 121):
         places = torch.randperm(len(features), generator=generator)[:8].tolist()
         distiller.step([features[i] for i in places])
         if step == 30:
-            save_drafter(drafter, out / "weak", torch.float32)
-    save_drafter(drafter, out / "good", torch.float32)
+            save_drafter(student, out / "weak", torch.float32)
+    save_drafter(student, out / "good", torch.float32)
 
 
 def ensure() -> Path:
     """The cached directory with `target/` and `drafters/{random,weak,good}/`."""
-    key = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    sources = [Path(__file__), *(Path(m.__file__) for m in MADE_BY)]
+    key = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()[:12]
     home = cache_dir() / "tests" / key
     if (home / "complete").is_file():
         return home
