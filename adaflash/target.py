@@ -69,8 +69,10 @@ class Target:
 
     def __init__(self, path: str, layer_ids: Sequence[int], dtype: torch.dtype) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
         read_config(path)
+        logging.disable_progress_bar()
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().requires_grad_(False)
         self.embedding: Tensor = self.model.get_input_embeddings().weight
         self.head: Tensor = self.model.get_output_embeddings().weight

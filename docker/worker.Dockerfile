@@ -15,7 +15,7 @@ RUN apt-get update \
  && mkdir -p /app /drafters /var/cache/adaflash \
  && chown adaflash /app /drafters /var/cache/adaflash
 
-USER adaflash
+USER 10001
 WORKDIR /app
 COPY --chown=adaflash requirements requirements
 COPY --chown=adaflash scripts scripts

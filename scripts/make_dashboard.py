@@ -25,8 +25,8 @@ PANELS: list[tuple[str, str, str, str, list[tuple[str, str]]]] = [
         "Output",
         "tokens/s",
         "timeseries",
-        "Generated tokens per second over all workers.",
-        [("tok/s", "sum(rate(sglang:generation_tokens_total[1m]))")],
+        "Tokens per second from verify steps of finished requests, over all workers.",
+        [("tok/s", f"sum(rate({TOKENS}[2m]))")],
     ),
     (
         "Drafter version per worker",
@@ -100,7 +100,7 @@ PANELS: list[tuple[str, str, str, str, list[tuple[str, str]]]] = [
         "reqps",
         "timeseries",
         "At the gateway, by status.",
-        [("{{status}}", "sum by (status) (rate(adaflash_gateway_requests_total[1m]))")],
+        [("{{status}}", "sum by (status) (rate(adaflash_gateway_requests_total[2m]))")],
     ),
     (
         "Request time, 95th percentile",

@@ -66,11 +66,15 @@ class Actors:
     def _start_learner(self) -> Any:
         options = self._options | {"max_restarts": 0}  # a restart has to learn the active version anew: see recover
         niceness = 0 if os.environ.get("RAY_ADDRESS") else _NICENESS
-        return (
+        learner = (
             ray.remote(Learner)
             .options(num_cpus=1, **options)
             .remote(self._config, self.active, self._fingerprint, niceness)
         )
+        rounds, steps = self._call(learner.progress)
+        if rounds:
+            logger.info("resumed after round %d, step %d", rounds, steps)
+        return learner
 
     def recover(self) -> None:
         """A new learner from the durable state; the reader hands out again what was not acknowledged."""

@@ -5,7 +5,6 @@ The driver calls it; its state is durable after `save` and a restarted actor con
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from pathlib import Path
@@ -25,8 +24,6 @@ from adaflash.versions import VersionStore, verify
 from trainer.buffer import Buffer, FeatureCache
 from trainer.config import TrainerConfig
 from trainer.gate import Verdict, judge
-
-logger = logging.getLogger(__name__)
 
 STATE = "state.pt"
 _SCHEMA = 1
@@ -64,6 +61,10 @@ class Learner:
             raise StateError("no drafter version to start from")
         verify(self.store.path(active), target=self.fingerprint)
         return load_drafter(self.store.path(active))
+
+    def progress(self) -> tuple[int, int]:
+        """Rounds and optimiser steps behind the current weights."""
+        return self.rounds, self.distiller.steps
 
     def train(self, rollouts: list[Rollout]) -> dict[str, float]:
         """One round; returns the mean loss terms and the seconds it took."""
@@ -144,7 +145,6 @@ class Learner:
         d.generator.set_state(state["generator"])
         d.steps, self.rounds = state["steps"], state["rounds"]
         self.buffer.restore([unpack(bytes(t.numpy())) for t in state["rollouts"]])
-        logger.info("resumed after round %d, step %d", self.rounds, d.steps)
 
 
 def read_state(home: Path, fingerprint: str) -> dict[str, Any] | None:
