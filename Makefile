@@ -17,6 +17,9 @@ model: setup ## Convert the demo's small LLM once, outside the clone
 demo: model ## The closed loop on this machine: watch acceptance rise (DEMO_ARGS="--minutes 8 --json build/demo.json")
 	@.venv/bin/adaflash demo $(DEMO_ARGS)
 
+pretrain: model ## A drafter for DEMO_ARGS="--warm build/warm": some minutes of offline distillation
+	@.venv/bin/adaflash pretrain --out build/warm
+
 test: setup ## All tests, against real services (about 15 minutes on two cores)
 	@$(PYTHON) -m pytest
 
@@ -34,4 +37,4 @@ bench: setup ## Speed figures of this machine, as JSON and a table in benchmarks
 clean: ## Remove what was built in the clone (the cache outside it stays)
 	@rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup setup-gpu model demo test test-unit lint bench clean
+.PHONY: help setup setup-gpu model demo pretrain test test-unit lint bench clean

@@ -37,20 +37,20 @@ def replay(drafter: Drafter, features: Sequence[Features], embedding: Tensor, he
     The first response token comes from prefill, so it is the first anchor and no step emitted it. `embedding` and
     `head` [vocab, hidden] are the target's.
     """
-    width = drafter.config.block_size
+    width, device = drafter.config.block_size, embedding.device
     context = encode_padded(drafter, features)
     ids, lengths = _pad([f.ids for f in features], width), [len(f.ids) for f in features]
     anchors = [f.prompt for f in features]
     steps: list[list[int]] = [[] for _ in features]
     while live := [i for i, a in enumerate(anchors) if a < lengths[i] - 1]:
-        row = torch.tensor(live)
-        anchor = torch.tensor([anchors[i] for i in live])
+        row = torch.tensor(live, device=device)
+        anchor = torch.tensor([anchors[i] for i in live], device=device)
         block = drafter.block_embeddings(embedding, ids[row, anchor])
         hidden = drafter(context, row, anchor, block)[:, 1:]
         # Two-dimensional: on a strided 3-D input torch copies the whole transposed head at every call.
         flat = hidden.reshape(-1, hidden.shape[-1]).to(head.dtype)
         proposed = F.linear(flat, head).argmax(-1).view(len(live), width - 1)
-        wanted = ids[row[:, None], anchor[:, None] + torch.arange(1, width)]
+        wanted = ids[row[:, None], anchor[:, None] + torch.arange(1, width, device=device)]
         matched = (proposed == wanted).long().cumprod(-1).sum(-1).tolist()
         for i, run in zip(live, matched, strict=True):
             emitted = min(run + 1, lengths[i] - 1 - anchors[i])

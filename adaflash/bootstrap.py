@@ -58,12 +58,7 @@ def spread_layers(depth: int, count: int = 5) -> tuple[int, ...]:
 
 def find_mask_token(target: str) -> int:
     """A mask token by name, else the highest special token that is neither EOS nor padding."""
-    local = Path(target)
-    if not (local / "tokenizer.json").is_file():
-        raise DrafterConfigError(
-            "mask_token_id: the target has no tokenizer.json to choose one from; give --mask-token-id"
-        )
-    tokens = json.loads((local / "tokenizer.json").read_text()).get("added_tokens", [])
+    tokens = json.loads(_tokenizer_file(target).read_text()).get("added_tokens", [])
     by_name = {t["content"]: t["id"] for t in tokens}
     for name in _MASK_NAMES:
         if name in by_name:
@@ -77,6 +72,21 @@ def find_mask_token(target: str) -> int:
     if not free:
         raise DrafterConfigError("mask_token_id: no unused special token found; give --mask-token-id")
     return int(max(free))
+
+
+def _tokenizer_file(target: str) -> Path:
+    """The target's tokenizer.json, local or from the hub."""
+    local = Path(target) / "tokenizer.json"
+    if local.is_file():
+        return local
+    from transformers.utils import cached_file
+
+    try:
+        return Path(str(cached_file(target, "tokenizer.json")))
+    except OSError:
+        raise DrafterConfigError(
+            "mask_token_id: the target has no tokenizer.json to choose one from; give --mask-token-id"
+        ) from None
 
 
 def init_drafter(

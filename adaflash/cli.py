@@ -122,7 +122,9 @@ def trainer(
 def demo(
     minutes: Annotated[float, typer.Option(help="Bound on the whole run.", min=4)] = 12,
     model: Annotated[str | None, typer.Option(help="Target. Default: SmolLM2-135M-Instruct, converted once.")] = None,
-    warm: Annotated[Path | None, typer.Option(help="Start from this drafter instead of a random one.")] = None,
+    warm: Annotated[
+        Path | None, typer.Option(help="Start from this drafter (see adaflash pretrain) instead of a random one.")
+    ] = None,
     clients: Annotated[int, typer.Option(help="Concurrent clients.", min=1)] = 6,
     max_tokens: Annotated[int, typer.Option(help="Output tokens per request.", min=8)] = 48,
     json: Annotated[Path | None, typer.Option(help="Write the summary here.")] = None,
@@ -133,6 +135,50 @@ def demo(
     from demo.run import Options, run
 
     run(Options(minutes, model, warm, clients, max_tokens, json, plot, seed))
+
+
+@app.command()
+def pretrain(
+    out: Annotated[Path, typer.Option(help="Directory to write the drafter to.")],
+    model: Annotated[str | None, typer.Option(help="Target. Default: SmolLM2-135M-Instruct, converted once.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL with 'messages' or 'prompt'. Default: demo prompts.")
+    ] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Drafter to start from. Default: a random one.")] = None,
+    count: Annotated[int, typer.Option(help="Prompts to use.", min=2)] = 96,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 120,
+    max_tokens: Annotated[int, typer.Option(help="Answer tokens per prompt.", min=8)] = 48,
+    layers: Annotated[int, typer.Option(help="Layers of a new drafter.", min=1)] = 2,
+    block: Annotated[int, typer.Option(help="Block of a new drafter.", min=2)] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of weights, order and demo prompts.")] = 0,
+) -> None:
+    """Distil a drafter offline on the target's own answers, so that serving starts with a useful one."""
+    from itertools import islice
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from adaflash.pretrain import pretrain as distil
+    from adaflash.pretrain import read_prompts
+    from demo.model import ensure_model
+    from demo.prompts import prompts as demo_prompts
+
+    messages = read_prompts(prompts)[:count] if prompts else [p.messages for p in islice(demo_prompts(seed + 7), count)]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        target = model or str(ensure_model(bars.console.print))
+        shape = dict(layers=layers, block=block, seed=seed)
+        r = distil(target, messages, out, steps=steps, max_tokens=max_tokens, start=drafter, progress=show, **shape)
+    print(
+        f"{out}: replayed tau {r.tau_before:.2f} -> {r.tau_after:.2f} on {r.held_out} held-out answers, "
+        f"{r.steps} steps in {r.seconds:.0f} s"
+    )
 
 
 @app.command("model")

@@ -24,8 +24,8 @@ def connect(url: str, *, timeout: float = 2.0) -> Redis:
 
 def require(url: str) -> Redis:
     """A client whose server answered; raises RedisUnavailable with one line for the terminal otherwise."""
-    client = connect(url)
     try:
+        client = connect(url)
         client.ping()
     except RedisError as error:
         raise RedisUnavailable(

@@ -5,6 +5,7 @@ Called by the trainer's learner and by `adaflash pretrain`; both only choose whi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -28,6 +29,7 @@ class DistillConfig(BaseModel):
     decay: float = Field(7.0, gt=0, description="slot weight exp(-(k-1)/decay)")
     anchors: int = Field(48, gt=0, description="anchors drawn per optimiser step, shared evenly between its sequences")
     learning_rate: float = Field(0.02, gt=0, description="Muon, for the matrices")
+    average: float = Field(0.95, ge=0, lt=1, description="decay of the running average of weights; 0: none")
     vector_learning_rate: float = Field(1e-3, gt=0, description="AdamW, for the norms")
 
 
@@ -54,22 +56,24 @@ class Distiller:
         self.adamw = torch.optim.AdamW(vectors, lr=config.vector_learning_rate, weight_decay=0.0)
         self.generator = torch.Generator().manual_seed(seed)
         self.steps = 0
+        # The learning rate is constant, since traffic has no end; averaging takes the place of annealing it.
+        self.averaged = copy.deepcopy(drafter).requires_grad_(False)
 
     def step(self, batch: Sequence[Features]) -> StepReport | None:
         """Trains on `batch`; None (and no change) when no sequence has a token to draft after its first."""
         usable = [f for f in batch if len(f.ids) - f.prompt >= 2]
         if not usable:
             return None
-        row, anchor = self._draw_anchors(usable)
-        width = self.drafter.config.block_size
+        device, width = self.embedding.device, self.drafter.config.block_size
+        row, anchor = (x.to(device) for x in self._draw_anchors(usable))
         ids = torch.nn.utils.rnn.pad_sequence([f.ids for f in usable], batch_first=True)
         final = torch.nn.utils.rnn.pad_sequence([f.final for f in usable], batch_first=True)
-        lengths = torch.tensor([len(f.ids) for f in usable])
-        prompts = torch.tensor([f.prompt for f in usable])
+        lengths = torch.tensor([len(f.ids) for f in usable], device=device)
+        prompts = torch.tensor([f.prompt for f in usable], device=device)
 
         block = self.drafter.block_embeddings(self.embedding, ids[row, anchor])
         hidden = self.drafter(encode_padded(self.drafter, usable), row, anchor, block)
-        slot = torch.arange(1, width).expand(len(row), -1)
+        slot = torch.arange(1, width, device=device).expand(len(row), -1)
         inside = anchor[:, None] + slot < lengths[row][:, None]
         # Target position anchor + k - 1 predicts slot k; `final` starts at position prompt - 1.
         at = (anchor[:, None] + slot - prompts[row][:, None]).clamp_max(final.shape[1] - 1)
@@ -89,6 +93,7 @@ class Distiller:
         self.muon.step()
         self.adamw.step()
         self.steps += 1
+        self._average()
         report = StepReport(
             float(out.loss.detach()),
             float(out.cross_entropy.mean()),
@@ -98,6 +103,13 @@ class Distiller:
             int(inside.sum()),
         )
         return report
+
+    def _average(self) -> None:
+        """Short memory at first, so that a random start is forgotten."""
+        keep = min(self.config.average, self.steps / (self.steps + 4))
+        with torch.no_grad():
+            for mean, p in zip(self.averaged.parameters(), self.drafter.parameters(), strict=True):
+                mean.lerp_(p, 1 - keep)
 
     def _draw_anchors(self, batch: Sequence[Features]) -> tuple[Tensor, Tensor]:
         """The same number of anchors per sequence, so that long ones do not starve short ones."""
@@ -111,7 +123,7 @@ class Distiller:
 
     def finite(self) -> bool:
         """False if any parameter is NaN or infinite; such a drafter is never published."""
-        return all(bool(torch.isfinite(p).all()) for p in self.drafter.parameters())
+        return all(bool(torch.isfinite(p).all()) for p in self.averaged.parameters())
 
 
 def mean_report(reports: Sequence[StepReport]) -> dict[str, float]:

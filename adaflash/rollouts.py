@@ -81,6 +81,8 @@ class Rollout(BaseModel):
 def unpack(data: bytes) -> Rollout:
     """The record in `data`; raises RolloutError for anything else."""
     try:
+        if zstandard.frame_content_size(data) > _MAX_BYTES:
+            raise RolloutError("rollout record claims to be too long")
         fields = msgpack.unpackb(zstandard.ZstdDecompressor().decompress(data, max_output_size=_MAX_BYTES))
         for key in ("prompt_ids", "output_ids"):
             fields[key] = np.frombuffer(fields[key], dtype="<i4").tolist()

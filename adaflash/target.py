@@ -73,7 +73,9 @@ class Target:
 
         read_config(path)
         logging.disable_progress_bar()
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().requires_grad_(False)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        self.model = model.to(self.device).eval().requires_grad_(False)
         self.embedding: Tensor = self.model.get_input_embeddings().weight
         self.head: Tensor = self.model.get_output_embeddings().weight
         self._outputs: dict[int, Tensor] = {}
@@ -87,6 +89,10 @@ class Target:
 
         return keep
 
+    def forget(self) -> None:
+        """Drops what the hooks kept from a forward that was not asked for features."""
+        self._outputs.clear()
+
     @torch.inference_mode()
     def features(self, sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[Features]:
         """Forwards right-padded `sequences` in one batch; `prompts` are their prompt lengths (>= 1)."""
@@ -96,6 +102,7 @@ class Target:
         for row, s in enumerate(sequences):
             ids[row, : len(s)] = torch.tensor(s)
             mask[row, : len(s)] = 1
+        ids, mask = ids.to(self.device), mask.to(self.device)
         final = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         context = torch.cat([self._outputs[i] for i in self._layer_ids], -1)
         self._outputs.clear()

@@ -116,13 +116,15 @@ class VersionStore:
                 gate=gate or {},
             )
             (scratch / MANIFEST).write_text(manifest.model_dump_json(indent=1))
+            for file in scratch.iterdir():
+                file.chmod(0o644)  # workers may run as another user
+                fsync_path(file)
             scratch.chmod(0o755)
-            for file in (*scratch.iterdir(), scratch):
-                _fsync(file)
+            fsync_path(scratch)
             if self.path(chosen).exists():
                 raise VersionError(f"{label(chosen)} already exists in {self.root}; versions are never overwritten")
             scratch.rename(self.path(chosen))
-            _fsync(self.root)
+            fsync_path(self.root)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
@@ -131,6 +133,13 @@ class VersionStore:
     def manifest(self, number: int) -> Manifest:
         """The manifest of a version."""
         return read_manifest(self.path(number))
+
+    def prune(self, keep: int, in_use: set[int]) -> list[int]:
+        """Deletes all but the newest `keep` versions and those in use; returns what it deleted."""
+        gone = [n for n in self.numbers()[:-keep] if n not in in_use]
+        for number in gone:
+            shutil.rmtree(self.path(number), ignore_errors=True)
+        return gone
 
     def discard_unfinished(self) -> None:
         """Removes what a writer that died left under temporary names; call only while no one publishes."""
@@ -200,7 +209,8 @@ def target_fingerprint(directory: str | Path) -> str:
     return h.hexdigest()[:16]
 
 
-def _fsync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
+    """Makes a file, or the names in a directory, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

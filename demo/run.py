@@ -33,7 +33,6 @@ from demo.prompts import prompts
 from demo.traffic import Answer, Traffic, throughput
 from serving.ports import free_port
 
-NAME = "demo"
 START_SECONDS = 600
 # Left at the end for: two throughput measurements, a second worker without speculation, the replay.
 CLOSING_SECONDS = 215
@@ -67,7 +66,8 @@ class Demo:
         self.logs.mkdir(parents=True)
         self.gateway_port, self.worker_port, self.worker_ops, self.trainer_ops = (free_port() for _ in range(4))
         self.url = f"http://127.0.0.1:{self.gateway_port}"
-        self.keys = Keys(NAME)
+        self.name = f"demo-{home.name}"  # its own namespace: a real Redis may hold earlier runs
+        self.keys = Keys(self.name)
         self.store = VersionStore(home / "drafters")
         self.started = time.monotonic()
         self.phase = "starting"
@@ -88,7 +88,7 @@ class Demo:
         gateway.wait_ready(f"{self.url}/readyz", START_SECONDS, self.monitor.poll)
 
         self.phase = f"serving {o.clients} clients while the trainer learns from their traffic"
-        self.traffic = Traffic(self.url, NAME, prompts(o.seed), o.clients, o.max_tokens)
+        self.traffic = Traffic(self.url, self.name, prompts(o.seed), o.clients, o.max_tokens)
         self.traffic.start()
         until = self.started + o.minutes * 60 - CLOSING_SECONDS
         while time.monotonic() < until:
@@ -104,14 +104,14 @@ class Demo:
 
         self.phase = "measuring throughput with speculation"
         measured = list(islice(prompts(o.seed + 1000), MEASURED_PROMPTS))
-        with_1, texts = throughput(self.url, NAME, measured, 1, o.max_tokens)
-        with_8, _ = throughput(self.url, NAME, measured, 8, o.max_tokens)
+        with_1, texts = throughput(self.url, self.name, measured, 1, o.max_tokens)
+        with_8, _ = throughput(self.url, self.name, measured, 8, o.max_tokens)
         worker.stop()
         self.phase = "measuring throughput without speculation (a second worker starts)"
         plain, _ = self.start_worker(stack, redis_url, "worker-plain", "none")
         gateway.wait_ready(f"{self.url}/readyz", 60, self.monitor.poll)
-        without_1, plain_texts = throughput(self.url, NAME, measured, 1, o.max_tokens)
-        without_8, _ = throughput(self.url, NAME, measured, 8, o.max_tokens)
+        without_1, plain_texts = throughput(self.url, self.name, measured, 1, o.max_tokens)
+        without_8, _ = throughput(self.url, self.name, measured, 8, o.max_tokens)
         plain.stop()
         gateway.stop()
         self.monitor.poll()
@@ -170,7 +170,7 @@ class Demo:
         # One thread each: two pools of spinning threads on two cores would cost an order of magnitude.
         env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
         command = name.partition("-")[0]
-        process = Process(name, [command, "--name", NAME, "--redis-url", redis_url, *arguments], self.logs, env)
+        process = Process(name, [command, "--name", self.name, "--redis-url", redis_url, *arguments], self.logs, env)
         stack.callback(process.stop)
         return process
 
@@ -210,7 +210,7 @@ class Demo:
         drafter = load_drafter(self.store.path(number))
         target = Target(self.model, drafter.config.target_layer_ids, target_dtype(self.model))
         features = target.features([r.prompt_ids + r.output_ids for r in mine], [len(r.prompt_ids) for r in mine])
-        drafter.to(target_dtype(self.model))
+        drafter.to(target.device, target_dtype(self.model))
         replayed = replay(drafter, features, target.embedding, target.head)
         steps = sum(len(r.accepted) for r in mine)
         return sum(sum(r.accepted) for r in mine) / steps, replayed.tau

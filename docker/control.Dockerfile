@@ -11,8 +11,8 @@ RUN apt-get update \
  && apt-get install -y --no-install-recommends libgomp1 \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home --uid 10001 adaflash \
- && mkdir -p /app /drafters /state /var/cache/adaflash \
- && chown adaflash /app /drafters /state /var/cache/adaflash
+ && mkdir -p /app /drafters /state /var/cache/adaflash/models /var/cache/adaflash/hf \
+ && chown -R adaflash /app /drafters /state /var/cache/adaflash
 
 USER 10001
 WORKDIR /app

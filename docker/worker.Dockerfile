@@ -12,8 +12,8 @@ RUN apt-get update \
  && apt-get install -y --no-install-recommends gcc libc6-dev libgomp1 \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home --uid 10001 adaflash \
- && mkdir -p /app /drafters /var/cache/adaflash \
- && chown adaflash /app /drafters /var/cache/adaflash
+ && mkdir -p /app /drafters /var/cache/adaflash/models /var/cache/adaflash/hf \
+ && chown -R adaflash /app /drafters /var/cache/adaflash
 
 USER 10001
 WORKDIR /app

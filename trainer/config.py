@@ -56,6 +56,7 @@ class TrainerConfig(ProcessConfig):
     redis_url: str = Field(default_factory=url_from_environment)
     host: str = "127.0.0.1"
     ops_port: int = Field(30002, gt=0, lt=65536)
+    keep_versions: int = Field(8, ge=3, description="newest versions kept on disk, besides those in use")
     threads: int = Field(0, ge=0, description="torch threads of the learner; 0: torch's default")
     seed: int = 0
     round: RoundConfig = RoundConfig()

@@ -20,7 +20,7 @@ from adaflash.drafter import Drafter
 from adaflash.errors import UserError
 from adaflash.rollouts import Rollout, unpack
 from adaflash.target import Target
-from adaflash.versions import VersionStore, verify
+from adaflash.versions import VersionStore, fsync_path, verify
 from trainer.buffer import Buffer, FeatureCache
 from trainer.config import TrainerConfig
 from trainer.gate import Verdict, judge
@@ -47,12 +47,14 @@ class Learner:
         self.active = self._load_active(active)
         self.dtype = target_dtype(config.model)
         self.target = Target(config.model, self.active.config.target_layer_ids, self.dtype)
-        drafter = Drafter(self.active.config)
+        self.active.to(self.target.device)
+        drafter = Drafter(self.active.config).to(self.target.device)
         drafter.load_state_dict(self.active.state_dict())
         self.distiller = Distiller(drafter, self.target.embedding, self.target.head, config.distill, config.seed)
         self.buffer = Buffer(config.buffer, config.round.new_share, config.seed)
         self.features = FeatureCache(self.target.features, config.buffer.feature_bytes, config.round.max_sequence)
         self.rounds = 0
+        self.entries: list[str] = []
         self._active_steps: dict[str, list[int]] = {}
         self._restore()
 
@@ -62,9 +64,9 @@ class Learner:
         verify(self.store.path(active), target=self.fingerprint)
         return load_drafter(self.store.path(active))
 
-    def progress(self) -> tuple[int, int]:
-        """Rounds and optimiser steps behind the current weights."""
-        return self.rounds, self.distiller.steps
+    def progress(self) -> tuple[int, int, list[str]]:
+        """Rounds and optimiser steps behind the current weights, and the stream entries of the last durable round."""
+        return self.rounds, self.distiller.steps, self.entries
 
     def train(self, rollouts: list[Rollout]) -> dict[str, float]:
         """One round; returns the mean loss terms and the seconds it took."""
@@ -86,7 +88,7 @@ class Learner:
         finite = self.distiller.finite()
         if not held or not finite:
             return judge(self.config.gate, [], [], [], finite)
-        candidate = self._replay(self.distiller.drafter, held)
+        candidate = self._replay(self.distiller.averaged, held)
         unknown = [r for r in held if r.request_id not in self._active_steps]
         for r, steps in zip(unknown, self._replay(self.active, unknown) if unknown else [], strict=True):
             self._active_steps[r.request_id] = steps
@@ -99,7 +101,7 @@ class Learner:
     def publish(self, verdict: Verdict, training: dict[str, Any]) -> int:
         """Writes the candidate as the next version and takes it as active; returns its number."""
         manifest = self.store.publish(
-            self.distiller.drafter,
+            self.distiller.averaged,
             self.dtype,
             target=self.fingerprint,
             parent=self.active_number,
@@ -107,12 +109,16 @@ class Learner:
             gate=verdict.report(),
         )
         self.active_number = manifest.number
-        self.active = load_drafter(self.store.path(manifest.number))
+        self.active = load_drafter(self.store.path(manifest.number)).to(self.target.device)
         self._active_steps.clear()
         return manifest.number
 
-    def save(self) -> None:
-        """Makes everything that the rounds so far produced durable, atomically."""
+    def save(self, entries: list[str]) -> None:
+        """Makes everything that the rounds so far produced durable, atomically.
+
+        `entries` are the stream entries that are used but not acknowledged yet: a restart acknowledges them instead of
+        training on them again.
+        """
         home = self.config.state
         home.mkdir(parents=True, exist_ok=True)
         d = self.distiller
@@ -121,7 +127,9 @@ class Learner:
             "fingerprint": self.fingerprint,
             "rounds": self.rounds,
             "steps": d.steps,
+            "entries": entries,
             "drafter": d.drafter.state_dict(),
+            "averaged": d.averaged.state_dict(),
             "muon": d.muon.state_dict(),
             "adamw": d.adamw.state_dict(),
             "generator": d.generator.get_state(),
@@ -133,6 +141,7 @@ class Learner:
             f.flush()
             os.fsync(f.fileno())
         scratch.rename(home / STATE)
+        fsync_path(home)
 
     def _restore(self) -> None:
         state = read_state(self.config.state, self.fingerprint)
@@ -140,10 +149,11 @@ class Learner:
             return
         d = self.distiller
         d.drafter.load_state_dict(state["drafter"])
+        d.averaged.load_state_dict(state["averaged"])
         d.muon.load_state_dict(state["muon"])
         d.adamw.load_state_dict(state["adamw"])
         d.generator.set_state(state["generator"])
-        d.steps, self.rounds = state["steps"], state["rounds"]
+        d.steps, self.rounds, self.entries = state["steps"], state["rounds"], state["entries"]
         self.buffer.restore([unpack(bytes(t.numpy())) for t in state["rollouts"]])
 
 
@@ -153,7 +163,7 @@ def read_state(home: Path, fingerprint: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
         raise StateError(f"{path} cannot be read ({type(error).__name__}); move it away to start afresh") from error
     if state.get("schema") != _SCHEMA or state.get("fingerprint") != fingerprint:

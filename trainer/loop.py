@@ -16,7 +16,9 @@ from redis.exceptions import RedisError
 from adaflash.bootstrap import target_dtype
 from adaflash.checkpoint import load_drafter
 from adaflash.connect import connect, require
+from adaflash.errors import UserError
 from adaflash.keys import Keys
+from adaflash.registry import Registry
 from adaflash.release import Fenced, Release
 from adaflash.target import target_shape
 from adaflash.versions import VersionError, VersionStore, label, target_fingerprint
@@ -30,81 +32,115 @@ logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 30.0
 RETRY_SECONDS = 2.0
+DISCARD_AFTER = 2  # rounds failed in a row: the rollouts may be what makes the learner fail
+MAX_FAILURES = 5
+
+
+class TrainerFailed(UserError):
+    """Learning does not get on; a supervisor may start the trainer again."""
 
 
 def run(config: TrainerConfig) -> None:
     """Runs until SIGTERM or Ctrl-C. Raises one clear error if it cannot start."""
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    signal.signal(signal.SIGINT, lambda *_: stop.set())
     require_free(config.host, config.ops_port, "--ops-port")
     require(config.redis_url)
+    config = config.model_copy(update={k: getattr(config, k).absolute() for k in ("versions", "state")})
     lock = lock_state(config)
     keys, store, fingerprint = Keys(config.served_name), VersionStore(config.versions), target_fingerprint(config.model)
     redis = connect(config.redis_url)
     release = Release(redis, keys, owner(config))
     read_state(config.state, fingerprint)  # a state that cannot be continued from ends here, in one line
     first_version(config, store, release, fingerprint)
-    serve_ops(config.host, config.ops_port, lambda: not stop.is_set())
+    ready = threading.Event()
+    serve_ops(config.host, config.ops_port, ready.is_set)
     threading.Thread(target=keep_lease, args=(release, stop), name="lease", daemon=True).start()
 
     with cluster.started():
-        actors = cluster.Actors(config, latest(store, release), fingerprint)
+        # After Ray: it installs handlers of its own.
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        signal.signal(signal.SIGINT, lambda *_: stop.set())
+        try:
+            actors = cluster.Actors(config, latest(store, release), fingerprint)
+        except (cluster.ActorLost, cluster.RoundFailed) as error:
+            raise TrainerFailed(f"the learner did not start: {error}") from error
+        ready.set()
         logger.info("waiting for rollouts of %s", config.served_name)
+        failures = 0
         while not stop.is_set():
             try:
+                if failures:
+                    actors.recover()
+                if failures == DISCARD_AFTER:
+                    logger.error("giving up on the last round: %d rollouts discarded", actors.discard())
                 one_round(config, actors, release, stop)
+                failures = 0
             except RedisError as error:
                 logger.warning("Redis: %s; trying again", error)
                 stop.wait(RETRY_SECONDS)
-            except cluster.ActorLost as error:
-                logger.warning("%s; continuing from the last durable state", error)
-                actors.recover()
+            except (cluster.ActorLost, cluster.RoundFailed) as error:
+                failures += 1
+                logger.error("round failed (%d in a row): %s; continuing from the last durable state", failures, error)
+                if failures >= MAX_FAILURES:
+                    raise TrainerFailed(f"{failures} rounds failed in a row, the last one: {error}") from error
+                stop.wait(RETRY_SECONDS * 2**failures)
             except Fenced as error:
                 logger.error("%s: this trainer stops", error)
                 stop.set()
     lock.close()
 
 
-def one_round(config: TrainerConfig, actors: Any, release: Release, stop: threading.Event) -> None:
+def one_round(config: TrainerConfig, actors: cluster.Actors, release: Release, stop: threading.Event) -> None:
     """Collect -> train -> judge -> save -> acknowledge -> publish and release."""
     assert_released(release, actors.active)
     batch = actors.collect(stop)
-    if batch is None or not batch.rollouts:
-        if batch is not None and batch.entries:
-            actors.acknowledge(batch.entries)
-        if batch is not None and batch.redis_error:
-            raise RedisError(batch.redis_error)
+    if batch is None:
         return
     status.collected(batch)
+    if batch.skipped:
+        logger.warning("unusable rollouts: %s", batch.skipped)
+    if not batch.rollouts:
+        actors.acknowledge(batch.entries)
+        if batch.redis_error:
+            raise RedisError(batch.redis_error)
+        return
     means = actors.train(batch.rollouts)
     verdict = actors.evaluate()
-    actors.save()
+    actors.save(batch.entries)
     actors.acknowledge(batch.entries)
     status.trained(means, verdict)
     logger.info(
         "round: %d rollouts, loss %.3f, agreement %.3f, %.1f s; %s",
-        *(
-            len(batch.rollouts),
-            means.get("loss", float("nan")),
-            means.get("agreement", 0.0),
-            means["seconds"],
-            verdict.why,
-        ),
+        *(len(batch.rollouts), means.get("loss", float("nan")), means.get("agreement", 0.0), means["seconds"]),
+        verdict.why,
     )
     if verdict.promote:
         number = actors.publish(verdict, means)
         release.promote(number, release.hold(LEASE_SECONDS), verdict.why)
         status.RELEASED.set(number)
+        prune(config, release)
     else:
         release.record("rejected", why=verdict.why)
     status.announce(release.redis, release.keys, active=actors.active, round=means, verdict=asdict(verdict))
 
 
+def prune(config: TrainerConfig, release: Release) -> None:
+    """Deletes old versions that no worker runs and none may return to."""
+    state = release.state()
+    running = {e.version for e in Registry(release.redis, release.keys).live()}
+    store = VersionStore(config.versions)
+    in_use = {n for n in store.numbers() if label(n) in running} | {
+        n for n in (state.active, state.previous) if n is not None
+    }
+    gone = store.prune(config.keep_versions, in_use)
+    if gone:
+        logger.info("deleted versions %s", [label(n) for n in gone])
+
+
 def assert_released(release: Release, number: int) -> None:
-    """Releases our active version again if Redis came back without its state."""
-    if release.state().active is None:
-        release.promote(number, release.hold(LEASE_SECONDS), "the release state was empty")
+    """Releases the learner's active version if that did not happen: Redis failed in between, or came back empty."""
+    if release.state().active != number:
+        release.promote(number, release.hold(LEASE_SECONDS), "the release state did not name the trainer's version")
 
 
 def first_version(config: TrainerConfig, store: VersionStore, release: Release, fingerprint: str) -> None:

@@ -19,6 +19,7 @@ from adaflash.rollouts import FIELD, Rollout, RolloutError, unpack
 
 GROUP, CONSUMER = "trainer", "reader"
 _READ_MILLISECONDS = 1000
+_BURST = 4  # a round takes up to this many times the rollouts it waits for, so that training keeps up with traffic
 
 
 @dataclass
@@ -39,29 +40,32 @@ class Round:
 class Reader:
     """Runs as a Ray actor; one per trainer."""
 
-    def __init__(self, redis_url: str, model: str, target: str) -> None:
+    def __init__(self, redis_url: str, model: str, target: str, longest: int) -> None:
         self._redis: Redis = connect(redis_url, timeout=5)
-        self._stream, self._target = Keys(model).rollouts, target
+        self._stream, self._target, self._longest = Keys(model).rollouts, target, longest
         self._given: set[str] = set()  # read by this process, not yet acknowledged
-        self._pending_first = True
+        self._pending_after: str | None = "0"  # where to go on in what was never acknowledged; None: nothing left there
 
     def collect(self, wanted: int, max_wait_seconds: float) -> Round:
-        """Waits for `wanted` usable rollouts, or for the time to pass; returns at once what there is if Redis fails."""
+        """Waits for `wanted` usable rollouts, or for the time to pass; takes more where more are waiting already.
+
+        Returns at once what there is if Redis fails.
+        """
         r = Round()
         deadline = time.monotonic() + max_wait_seconds
         while len(r.rollouts) < wanted and time.monotonic() < deadline:
             try:
-                for entry, fields in self._read(wanted - len(r.rollouts)):
+                for entry, fields in self._read(_BURST * wanted - len(r.rollouts)):
                     self._take(r, entry, fields)
             except RedisError as error:
-                self._pending_first = True  # what was in flight when the connection broke
+                self._pending_after = "0"  # what was in flight when the connection broke
                 r.redis_error = str(error)
                 break
         r.waiting = self._lag()
         return r
 
     def acknowledge(self, entries: list[str]) -> None:
-        """Marks entries as durably used; a failure only means that they are read again after a restart."""
+        """Marks entries as durably used. Raises RedisError; the caller tries again with its next round."""
         if entries:
             self._redis.xack(self._stream, GROUP, *entries)
         self._given -= set(entries)
@@ -69,11 +73,11 @@ class Reader:
     def rewind(self) -> None:
         """Hands out again what was not acknowledged: the learner that had it is gone."""
         self._given.clear()
-        self._pending_first = True
+        self._pending_after = "0"
 
     def _read(self, count: int) -> list[tuple[str, dict[bytes, bytes]]]:
         """New entries, or first those that an earlier life of this consumer never acknowledged."""
-        after = "0" if self._pending_first else ">"
+        after = self._pending_after or ">"
         try:
             answer: Any = self._redis.xreadgroup(
                 GROUP, CONSUMER, {self._stream: after}, count=max(count, 1), block=_READ_MILLISECONDS
@@ -84,12 +88,9 @@ class Reader:
             self._make_group()
             return []
         rows = [(i.decode(), f) for _, entries in answer or [] for i, f in entries]
-        if self._pending_first:
-            fresh = [(i, f) for i, f in rows if i not in self._given]
-            if not fresh:
-                self._pending_first = False
-            return fresh
-        return rows
+        if self._pending_after is not None:
+            self._pending_after = rows[-1][0] if rows else None
+        return [(i, f) for i, f in rows if i not in self._given]
 
     def _make_group(self) -> None:
         """Creates group and stream; also after Redis came back empty."""
@@ -114,6 +115,8 @@ class Reader:
             r.skip("other_target")
         elif len(rollout.output_ids) < 2 or not rollout.prompt_ids:
             r.skip("too_short")
+        elif len(rollout.prompt_ids) > self._longest - 2:
+            r.skip("prompt_too_long")
         else:
             r.rollouts.append(rollout)
 

@@ -20,6 +20,7 @@ LOSS = Gauge("adaflash_trainer_loss", "Mean of the last round.", ["term"])
 REPLAY_TAU = Gauge("adaflash_trainer_replay_tau", "Replayed acceptance length on the held-out slice.", ["drafter"])
 WAITING = Gauge("adaflash_trainer_waiting_rollouts", "Entries of the stream not read yet, -1 if unknown.")
 RELEASED = Gauge("adaflash_released_version", "Number of the last version this trainer released, -1 before.")
+RELEASED.set(-1)
 _TTL_SECONDS = 600
 _TERMS = ("loss", "cross_entropy", "reverse_kl", "clipped_share", "agreement")
 

@@ -9,7 +9,7 @@ import hmac
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import httpx
@@ -33,7 +33,8 @@ SECONDS = Histogram(
 )
 IN_FLIGHT = Gauge("adaflash_gateway_in_flight_requests", "Requests being answered.")
 
-ROUTES = ("chat/completions", "completions", "models")  # names for metrics; others are "other"
+# Only routes whose requests carry our tags into the engine: elsewhere the opt-out from logging could not be honoured.
+ROUTES = ("chat/completions", "completions", "models")
 DOMAIN_HEADER = "x-adaflash-domain"
 STORE_HEADER = "x-adaflash-store"
 _DOMAIN = re.compile(r"[a-z0-9_-]{1,32}")
@@ -47,7 +48,7 @@ def build(config: GatewayConfig, registry: Registry) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        async with httpx.AsyncClient(timeout=timeout, limits=limits) as app.state.http:
+        async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as app.state.http:
             follower = asyncio.create_task(workers.follow())
             yield
             follower.cancel()
@@ -80,16 +81,17 @@ def build(config: GatewayConfig, registry: Registry) -> FastAPI:
 
     @app.api_route("/v1/{path:path}", methods=["GET", "POST"])
     async def forward(path: str, request: Request) -> Response:
-        route = path if path in ROUTES else "other"
-        started = time.monotonic()
-        status = 499  # the client went away before there was an answer
+        started, route, status = time.monotonic(), "other", 500
         try:
             with IN_FLIGHT.track_inprogress():
                 tenant = authenticate(config, request)
+                if path not in ROUTES:
+                    raise ApiError(404, "not_found", f"only {', '.join('/v1/' + r for r in ROUTES)} are served")
+                route = path
                 body = await read_body(config, request)
                 if request.method == "POST":
                     body = tag(body, tenant, request)
-                response = await proxy(app.state.http, workers, request, path, body)
+                response = await unless_gone(request, proxy(app.state.http, workers, request, path, body))
             status = response.status_code
             return response
         except ApiError as error:
@@ -143,6 +145,28 @@ def tag(body: bytes, tenant: str, request: Request) -> bytes:
     return json.dumps(fields).encode()
 
 
+async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """The answer, or 499 as soon as the client has hung up: the worker then stops generating for nobody."""
+    work = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(_hang_up(request))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        return Response(status_code=499)
+    finally:
+        gone.cancel()
+        if not work.done():
+            work.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await work
+
+
+async def _hang_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
 async def proxy(http: httpx.AsyncClient, workers: Workers, request: Request, path: str, body: bytes) -> Response:
     """Sends the request to a worker, to another one if it fails before the first byte, and streams the answer back."""
     tried: set[str] = set()
@@ -160,6 +184,9 @@ async def proxy(http: httpx.AsyncClient, workers: Workers, request: Request, pat
         except httpx.TransportError:
             await scope.aclose()
             continue
+        except BaseException:
+            await scope.aclose()
+            raise
         return await _answer(upstream, scope)
     raise ApiError(503, "no_worker", "no worker could take the request", retry_after=2)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client import Gauge
 from redis.exceptions import RedisError
 
-from adaflash.registry import Registry, WorkerEntry
+from adaflash.registry import TTL_SECONDS, Registry, WorkerEntry
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +31,26 @@ class Workers:
         self._registry = registry
         self._known: dict[str, WorkerEntry] = {}
         self._outstanding: Counter[str] = Counter()
+        self._outage = -TTL_SECONDS
 
     async def follow(self) -> None:
         """Refreshes until cancelled."""
         while True:
             try:
-                live = await asyncio.to_thread(self._registry.live)
-                self._known = {e.url: e for e in live if e.state in ROUTABLE}
-                WORKERS.set(len(self._known))
+                self._take(await asyncio.to_thread(self._registry.live))
             except RedisError as error:
+                self._outage = time.monotonic()
                 logger.warning("registry not readable, keeping %d workers: %s", len(self._known), error)
             await asyncio.sleep(REFRESH_SECONDS)
+
+    def _take(self, live: list[WorkerEntry]) -> None:
+        """Replaces what is known; after an outage, when all entries have expired, keeps those not seen again yet."""
+        settled = time.monotonic() - self._outage > TTL_SECONDS
+        known = {} if settled else dict(self._known)
+        for entry in live:
+            known[entry.url] = entry
+        self._known = {u: e for u, e in known.items() if e.state in ROUTABLE}
+        WORKERS.set(len(self._known))
 
     def choose(self, tried: set[str]) -> str | None:
         """The URL with the fewest requests in flight that is not in `tried`; None if there is none."""

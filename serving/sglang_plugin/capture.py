@@ -74,6 +74,10 @@ class Capture:
                 # What became visible: a stop inside the block hides the tail of what was accepted.
                 steps.accepted.append(len(commit.token_ids))
                 steps.verified.append(caps[i] if caps is not None and caps[i] else self.width)
+            elif commit.output_index > 0:
+                # A retracted request was prefilled again: this token came from prefill, as a step of its own.
+                steps.accepted.append(len(commit.token_ids))
+                steps.verified.append(1)
             if request.finished():
                 del self._running[request.rid]
                 self._finish(request, steps)

@@ -39,7 +39,13 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """SGLang's custom-weight-loader signature. `named_tensors`: one uint8 tensor with the JSON `{swap, directory}`."""
     from sglang.srt.runtime_context import get_parallel
 
-    rank = int(get_parallel().tp_rank)
+    try:
+        _load(model, named_tensors, int(get_parallel().tp_rank))
+    except Exception:
+        logger.exception("a drafter swap could not be reported; the agent takes the missing receipt as a broken engine")
+
+
+def _load(model: Any, named_tensors: list[tuple[str, Tensor]], rank: int) -> None:
     swap = ""
     try:
         message = json.loads(bytes(dict(named_tensors)[MESSAGE].cpu().numpy()).decode())

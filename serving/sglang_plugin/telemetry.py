@@ -30,7 +30,7 @@ class Telemetry:
             "adaflash_plugin_active", "1 while capture runs in the scheduler.", multiprocess_mode="livemax"
         )
         self.plugin_active.set(1)
-        for result in ("written", "dropped_queue", "dropped_redis", "opted_out", "capture_failed"):
+        for result in ("written", "dropped_queue", "dropped_redis", "opted_out", "invalid", "capture_failed"):
             self.rollouts.labels(result)
 
     def domain(self, name: str) -> str:

@@ -57,26 +57,36 @@ class RolloutWriter(threading.Thread):
         """Writes what is queued, in batches, until the process ends."""
         while True:
             batch = [self._queue.popleft() for _ in range(min(len(self._queue), 64))]
+            records = self._pack(batch)
             if not batch:
                 time.sleep(_IDLE_SECONDS)
-            elif self._write(batch):
-                self._telemetry.rollout("written", len(batch))
-            else:
-                self._telemetry.rollout("dropped_redis", len(batch))
+            elif records and not self._write(records):
+                self._telemetry.rollout("dropped_redis", len(records))
                 time.sleep(_BACKOFF_SECONDS)
+            else:
+                self._telemetry.rollout("written", len(records))
 
-    def _write(self, batch: list[Finished]) -> bool:
+    def _pack(self, batch: list[Finished]) -> list[bytes]:
+        """The records of `batch`; one that contradicts itself costs only itself."""
+        records = []
+        for f in batch:
+            try:
+                records.append(self._record(f).pack())
+            except Exception as error:
+                # Type only: the message of a validation error would show token ids.
+                logger.error("a rollout could not be recorded: %s", type(error).__name__)
+                self._telemetry.rollout("invalid")
+        return records
+
+    def _write(self, records: list[bytes]) -> bool:
         assert self._redis is not None
         try:
             with self._redis.pipeline(transaction=False) as p:
-                for f in batch:
-                    p.xadd(self._keys.rollouts, {FIELD: self._record(f).pack()}, maxlen=STREAM_LIMIT, approximate=True)
+                for record in records:
+                    p.xadd(self._keys.rollouts, {FIELD: record}, maxlen=STREAM_LIMIT, approximate=True)
                 p.execute()
         except RedisError as error:
-            logger.warning("dropped %d rollouts: Redis: %s", len(batch), error)
-            return False
-        except Exception:
-            logger.exception("dropped %d rollouts: a record could not be built", len(batch))
+            logger.warning("dropped %d rollouts: Redis: %s", len(records), error)
             return False
         return True
 

@@ -23,7 +23,7 @@ from adaflash.errors import UserError
 from adaflash.keys import Keys
 from adaflash.registry import Registry, State, WorkerEntry
 from adaflash.release import Release
-from adaflash.versions import VersionError, VersionStore, label, target_fingerprint
+from adaflash.versions import VersionStore, label, target_fingerprint
 from serving.ops import serve_ops
 from serving.ports import require_free
 from serving.worker import launch, proof
@@ -106,10 +106,10 @@ class Agent:
         if active is not None:
             try:
                 directory, manifest = stage(self.store, active, self.stage_dir, self.target, None)
-            except VersionError as error:
+                config = launch.check_drafter(c.model, directory)
+            except (UserError, OSError) as error:
                 logger.error("the released version cannot be served: %s", error)
             else:
-                config = launch.check_drafter(c.model, directory)
                 self.version = manifest.label
                 VERSION.set(active)
                 return launch.Drafter(directory, config, self.version)
@@ -137,7 +137,12 @@ class Agent:
             if self.process.poll() is not None:
                 raise WorkerFailed(f"SGLang ended with exit code {self.process.returncode}")
             wanted = self._wanted()
-            if wanted is not None and self.drafter is not None:
+            if wanted is None:
+                continue
+            if self.drafter is None:
+                self._failed[wanted] = time.monotonic()
+                logger.warning("%s is released, but this worker started without drafter: restart it", label(wanted))
+            else:
                 self._swap(swapper, wanted)
 
     def _wanted(self) -> int | None:
@@ -222,42 +227,23 @@ class Agent:
         if self.state != "failed":
             self._become("draining")
         if self.process.poll() is None:
-            self._wait_until_idle()
+            time.sleep(HEARTBEAT_SECONDS)  # gateways stop sending within this
             self._end_engine()
         try:
             self.registry.withdraw(self.config.worker_id)
         except RedisError as error:
             logger.warning("worker entry not withdrawn, it expires by itself: %s", error)
 
-    def _wait_until_idle(self) -> None:
-        """Gateways stop sending within a heartbeat; then the engine's own counters must be zero."""
-        if self.state == "failed" or not self.engine.up():
-            return
-        deadline = time.monotonic() + self.config.drain_seconds
-        time.sleep(HEARTBEAT_SECONDS)
-        while time.monotonic() < deadline:
-            try:
-                if running_requests(self.engine.metrics()) == 0:
-                    return
-            except EngineError:
-                return
-            time.sleep(0.5)
-        logger.warning("requests still ran after %.0f s of draining", self.config.drain_seconds)
-
     def _end_engine(self) -> None:
+        """SIGTERM makes SGLang finish what runs; what is left after `drain_seconds` is killed."""
         tree = psutil.Process(self.process.pid).children(recursive=True)
         self.process.terminate()
         try:
-            self.process.wait(15)
+            self.process.wait(self.config.drain_seconds)
         except subprocess.TimeoutExpired:
+            logger.warning("requests still ran after %.0f s of draining", self.config.drain_seconds)
             self.process.kill()
             self.process.wait(10)
         for child in tree:
             if child.is_running():
                 child.kill()
-
-
-def running_requests(metrics: str) -> float:
-    """Running and queued requests on an engine's Prometheus page."""
-    names = ("sglang:num_running_reqs{", "sglang:num_queue_reqs{")
-    return sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(names))

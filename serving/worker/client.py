@@ -22,7 +22,9 @@ class Engine:
     """SGLang's admin and generate endpoints; see sglang 0.5.23 `srt/entrypoints/http_server.py`."""
 
     def __init__(self, url: str, admin_key: str, timeout: float) -> None:
-        self._http = httpx.Client(base_url=url, timeout=timeout, headers={"Authorization": f"Bearer {admin_key}"})
+        self._http = httpx.Client(
+            base_url=url, timeout=timeout, trust_env=False, headers={"Authorization": f"Bearer {admin_key}"}
+        )
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         try:
@@ -31,7 +33,10 @@ class Engine:
             raise EngineError(f"{path}: {type(error).__name__}") from error
         if answer.status_code != 200:
             raise EngineError(f"{path}: HTTP {answer.status_code}: {answer.text[:200]}")
-        return answer.json()
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise EngineError(f"{path}: the answer is not JSON") from error
 
     def up(self) -> bool:
         """True once the HTTP server answers."""
@@ -67,13 +72,13 @@ class Engine:
         """Closes the session."""
         self._post("/end_weight_update", {})
 
-    def load_draft(self, swap: str, directory: str) -> None:
-        """Makes our loader read `directory`; what came of it is in the loader's receipt, not in the answer."""
+    def load_draft(self, swap: str, directory: str, ranks: int) -> None:
+        """Makes the loader of each rank read `directory`; what came of it is in the receipts, not in the answer."""
         message = json.dumps({"swap": swap, "directory": directory}).encode()
         payload = [(loader.MESSAGE, torch.from_numpy(np.frombuffer(message, dtype=np.uint8).copy()))]
         body = {
             # SGLang's wire format; it unpickles with an allow-list. We only ever write pickles, never read them.
-            "serialized_named_tensors": [base64.b64encode(pickle.dumps(payload)).decode()],
+            "serialized_named_tensors": [base64.b64encode(pickle.dumps(payload)).decode()] * ranks,
             "load_format": loader.IMPORT_PATH,
             "selector": "draft",
             "flush_cache": False,
@@ -88,10 +93,3 @@ class Engine:
         """SGLang's own checksum over all ranks of the `target` or the `draft`."""
         answer = self._post("/weights_checker", {"action": "checksum", "selector": selector})
         return json.dumps([r["per_gpu_checksum"] for r in answer["ranks"]])
-
-    def metrics(self) -> str:
-        """The engine's Prometheus page."""
-        try:
-            return self._http.get("/metrics").text
-        except httpx.HTTPError as error:
-            raise EngineError(f"/metrics: {type(error).__name__}") from error

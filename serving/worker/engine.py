@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -26,11 +27,25 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    hide_keys()
     server_args = prepare_server_args(sys.argv[1:])
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def hide_keys() -> None:
+    """Blanks keys and the command line in `/server_info`, which SGLang 0.5.23 shows to anyone who reaches the port."""
+    from sglang.srt.entrypoints import http_server
+
+    original = http_server.build_server_info
+
+    def without_keys(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        shown = original(*args, **kwargs)
+        return {k: v for k, v in shown.items() if k not in ("api_key", "admin_api_key", "launch_command")}
+
+    http_server.build_server_info = without_keys
 
 
 if __name__ == "__main__":

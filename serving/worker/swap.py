@@ -54,6 +54,7 @@ class Swapper:
 
     def __init__(self, engine: Engine, run_dir: Path) -> None:
         self.engine, self.run_dir = engine, run_dir
+        self.ranks = max(1, len(receipts.read(run_dir, receipts.STARTED)))
         self.target_checksum = engine.checksums("target")
 
     def swap(self, directory: Path, new_label: str) -> Swapped:
@@ -62,23 +63,18 @@ class Swapper:
         paused_at = time.monotonic()
         try:
             self.engine.pause()
-            self._load(swap_id, directory)
-            self.engine.set_version(new_label)
+            self._begin()
+            checksum = self._load(swap_id, directory, new_label)
         except EngineError as error:
             raise SwapError(str(error)) from error
         finally:
             self._resume()
             pause = time.monotonic() - paused_at
-        try:
-            unchanged = self.engine.checksums("target") == self.target_checksum
-        except EngineError as error:
-            raise EngineBroken(f"checksum after the swap: {error}") from error
-        if not unchanged:
+        if self._target_checksum() != self.target_checksum:
             raise EngineBroken("the target's checksum changed during a drafter swap")
-        (receipt,) = [r for r in receipts.read(self.run_dir, loader.RECEIPT) if r["swap"] == swap_id][:1]
-        return Swapped(new_label, receipt["checksum"], pause)
+        return Swapped(new_label, checksum, pause)
 
-    def _load(self, swap_id: str, directory: Path) -> None:
+    def _begin(self) -> None:
         try:
             self.engine.begin_update()
         except EngineError as error:
@@ -86,16 +82,33 @@ class Swapper:
                 raise
             self.engine.end_update()  # left open by an agent that died
             self.engine.begin_update()
+
+    def _load(self, swap_id: str, directory: Path, new_label: str) -> str:
+        """Loads and names the version; from here on an engine that does not answer leaves nothing certain."""
         try:
-            self.engine.load_draft(swap_id, str(directory))
-        finally:
-            self.engine.end_update()
-        answers = [r for r in receipts.read(self.run_dir, loader.RECEIPT) if r["swap"] == swap_id]
-        if not answers:
-            raise SwapError("the engine ran no swap: our loader left no receipt")
-        failed = [r["error"] for r in answers if not r["ok"]]
-        if failed:
-            raise SwapError(failed[0])
+            try:
+                self.engine.load_draft(swap_id, str(directory), self.ranks)
+            finally:
+                self.engine.end_update()
+            answers = [r for r in receipts.read(self.run_dir, loader.RECEIPT) if r["swap"] == swap_id]
+            failed = [r["error"] for r in answers if not r["ok"]]
+            if failed and len(answers) == self.ranks and len(failed) == self.ranks:
+                raise SwapError(failed[0])
+            if len(answers) != self.ranks or failed:
+                raise EngineBroken(f"{len(answers) - len(failed)} of {self.ranks} ranks loaded {new_label}")
+            self.engine.set_version(new_label)
+        except EngineError as error:
+            raise EngineBroken(f"while loading {new_label}: {error}") from error
+        return str(answers[0]["checksum"])
+
+    def _target_checksum(self) -> str:
+        for attempt in range(3):
+            try:
+                return self.engine.checksums("target")
+            except EngineError as error:
+                logger.warning("checksum of the target failed (%s), attempt %d", error, attempt + 1)
+                time.sleep(0.5)
+        raise EngineBroken("the target's checksum could not be read after a swap")
 
     def _resume(self) -> None:
         """A paused engine accepts requests and hangs them, so this is tried hard before giving up."""

@@ -172,8 +172,16 @@ def test_unknown_paths_are_404_in_openai_shape(gateway):
     assert (r.status_code, r.json()["error"]["code"]) == (404, "not_found")
 
 
+@pytest.mark.parametrize("path", ["responses", "messages", "%2e%2e/server_info", "models/%2e%2e/%2e%2e/server_info"])
+def test_routes_that_could_not_honour_the_opt_out_or_leave_v1_are_404_and_reach_no_worker(gateway, path):
+    stub = Stub(answer("200 OK", b'{"admin_api_key": "secret"}'))
+    gateway.worker(stub)
+    for r in (gateway.get(f"/v1/{path}"), gateway.post(f"/v1/{path}", json={"store": False})):
+        assert (r.status_code, r.json()["error"]["code"]) == (404, "not_found")
+    assert stub.requests == []
+
+
 def test_odd_paths_do_not_make_metric_series(gateway):
-    gateway.worker(Stub(answer("404 Not Found", b"{}")))
     for i in range(20):
         gateway.get(f"/v1/junk{i}")
     lines = [x for x in gateway.get("/metrics").text.splitlines() if x.startswith("adaflash_gateway_requests_total{")]
@@ -185,3 +193,20 @@ def test_redis_down_keeps_the_known_workers(gateway, redis_server):
     redis_server.kill()
     time.sleep(2.5)
     assert chat(gateway).json() == {"ok": 1}
+    for file in redis_server.home.rglob("*.aof*"):
+        file.unlink()
+    redis_server.start()  # empty, and no worker has announced itself again yet
+    time.sleep(2.5)
+    assert chat(gateway).json() == {"ok": 1}
+
+
+def test_a_client_that_hangs_up_ends_its_request_at_the_worker(gateway):
+    """The stub never answers; the connection to it has to close when the client goes away."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        gateway.worker(f"http://127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(httpx.ReadTimeout):
+            chat(gateway, timeout=0.5)
+        connection, _ = server.accept()
+        connection.settimeout(10)
+        while connection.recv(65536):
+            continue  # an empty read: closed by the gateway

@@ -47,12 +47,12 @@ def client(redis_server):
 
 
 def test_unacknowledged_rollouts_come_again_after_a_restart_and_acknowledged_ones_do_not(redis_server, client):
-    put(client, *named("a", "b", "c"))
-    first = Reader(redis_server.url, "m", "t")
-    one = first.collect(1, 5)
-    first.acknowledge(one.entries)
+    put(client, *named("a"))
+    first = Reader(redis_server.url, "m", "t", 2048)
+    first.acknowledge(first.collect(1, 5).entries)
+    put(client, *named("b", "c"))
     assert ids(first.collect(2, 5)) == ["b", "c"]
-    again = Reader(redis_server.url, "m", "t")
+    again = Reader(redis_server.url, "m", "t", 2048)
     assert ids(again.collect(2, 5)) == ["b", "c"]
     put(client, *named("d"))
     assert ids(again.collect(1, 5)) == ["d"]
@@ -60,7 +60,7 @@ def test_unacknowledged_rollouts_come_again_after_a_restart_and_acknowledged_one
 
 def test_a_lost_learner_gets_its_rollouts_again(redis_server, client):
     put(client, *named("a", "b"))
-    reader = Reader(redis_server.url, "m", "t")
+    reader = Reader(redis_server.url, "m", "t", 2048)
     assert ids(reader.collect(2, 5)) == ["a", "b"]
     reader.rewind()
     assert ids(reader.collect(2, 5)) == ["a", "b"]
@@ -75,7 +75,7 @@ def test_unusable_entries_are_counted_by_reason_and_can_be_acknowledged(redis_se
         *named("ok"),
     )
     client.xadd(KEYS.rollouts, {b"other": b"field"})
-    reader = Reader(redis_server.url, "m", "t")
+    reader = Reader(redis_server.url, "m", "t", 2048)
     r = reader.collect(2, 2)
     assert ids(r) == ["ok"]
     assert r.skipped == {"malformed": 2, "other_target": 1, "too_short": 1}
@@ -85,20 +85,20 @@ def test_unusable_entries_are_counted_by_reason_and_can_be_acknowledged(redis_se
 
 def test_pending_entries_that_the_stream_lost_are_skipped(redis_server, client):
     put(client, *named("a", "b"))
-    Reader(redis_server.url, "m", "t").collect(2, 5)
+    Reader(redis_server.url, "m", "t", 2048).collect(2, 5)
     client.xtrim(KEYS.rollouts, maxlen=0)
     put(client, *named("c"))
-    assert ids(Reader(redis_server.url, "m", "t").collect(1, 5)) == ["c"]
+    assert ids(Reader(redis_server.url, "m", "t", 2048).collect(1, 5)) == ["c"]
 
 
 def test_the_reader_waits_no_longer_than_told(redis_server):
     started = time.monotonic()
-    assert Reader(redis_server.url, "m", "t").collect(5, 1.5).rollouts == []
+    assert Reader(redis_server.url, "m", "t", 2048).collect(5, 1.5).rollouts == []
     assert time.monotonic() - started < 4
 
 
 def test_the_reader_goes_on_when_redis_comes_back_empty(redis_server, client):
-    reader = Reader(redis_server.url, "m", "t")
+    reader = Reader(redis_server.url, "m", "t", 2048)
     put(client, *named("a"))
     assert ids(reader.collect(1, 5)) == ["a"]
     redis_server.kill()
@@ -150,11 +150,32 @@ def test_a_dead_redis_costs_rollouts_and_never_time(redis_server):
     wait_for(lambda: counts.seen.get("written", 0) > 0, 20)
 
 
-def test_a_record_that_cannot_be_built_does_not_stop_the_writer(redis_server):
+def test_a_record_that_cannot_be_built_costs_only_itself_and_shows_no_token(redis_server, client, caplog):
     counts = Counts()
     writer = RolloutWriter(url=redis_server.url, model="m", target="t", telemetry=counts)
+    for f in (finished("good"), replace(finished("bad"), accepted=[9], prompt_ids=[424242]), finished("too")):
+        writer.offer(f)
     writer.start()
-    writer.offer(replace(finished("bad"), accepted=[9]))
-    wait_for(lambda: counts.seen.get("dropped_redis", 0) == 1)
-    writer.offer(finished("good"))
-    wait_for(lambda: counts.seen.get("written", 0) == 1)
+    wait_for(lambda: counts.seen == {"written": 2, "invalid": 1})
+    assert [unpack(f[FIELD]).request_id for _, f in client.xrange(KEYS.rollouts)] == ["good", "too"]
+    assert "424242" not in caplog.text
+
+
+def test_pending_entries_beyond_the_first_read_are_not_forgotten(redis_server, client):
+    put(client, *[b"junk"] * 6, *named(*"abcdefgh"))
+    Reader(redis_server.url, "m", "t", 2048).collect(50, 1.5)  # dies with all of them pending
+    again = Reader(redis_server.url, "m", "t", 2048)
+    seen = [i for _ in range(4) for i in ids(again.collect(2, 1.5))]
+    assert seen == list("abcdefgh")
+
+
+def test_prompts_longer_than_training_allows_are_skipped(redis_server, client):
+    put(client, *named("long", prompt_ids=[1] * 20), *named("ok"))
+    r = Reader(redis_server.url, "m", "t", 16).collect(1, 5)
+    assert (ids(r), r.skipped) == (["ok"], {"prompt_too_long": 1})
+
+
+def test_a_round_takes_what_is_waiting_beyond_its_size_but_not_without_limit(redis_server, client):
+    put(client, *named(*(str(i) for i in range(20))))
+    reader = Reader(redis_server.url, "m", "t", 2048)
+    assert [len(ids(reader.collect(3, 5))) for _ in range(2)] == [12, 8]

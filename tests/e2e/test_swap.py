@@ -21,7 +21,7 @@ from adaflash.release import read_events
 from adaflash.versions import sha256
 from serving.sglang_plugin import loader
 from tests.e2e.conftest import NAME, Fleet, text_prompts, walk_prompts
-from tests.e2e.servers import Worker
+from tests.e2e.servers import ADMIN_KEY, Worker
 
 TOKENS = 33
 PROMPTS = [*walk_prompts(8, seed=31), *text_prompts(3)]
@@ -158,3 +158,10 @@ def test_the_engines_update_routes_need_the_admin_key(fleet: Fleet) -> None:
     for path in ("begin_weight_update", "update_weights_from_tensor", "pause_generation", "update_weights_from_disk"):
         assert bare.post(f"/{path}", json={"selector": "draft", "mode": "in_place"}).status_code == 401
     assert fleet.worker.greedy(PROMPTS[:1], 4)
+
+
+def test_the_engine_does_not_show_its_keys(fleet: Fleet) -> None:
+    for path in ("server_info", "get_server_info"):
+        r = httpx.get(f"{fleet.worker.url}/{path}", timeout=30)
+        assert r.status_code == 200
+        assert ADMIN_KEY not in r.text

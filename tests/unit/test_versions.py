@@ -111,3 +111,17 @@ def target_fingerprint_of_copy(path):
 def test_a_remote_store_is_refused_by_name():
     with pytest.raises(VersionError, match="s3://bucket"):
         VersionStore("s3://bucket/x")
+
+
+def test_pruning_keeps_the_newest_and_those_in_use(store):
+    for seed in range(2, 7):
+        store.publish(make(seed), torch.float32, target="t", parent=None)
+    assert store.prune(2, {1}) == [0, 2, 3]
+    assert store.numbers() == [1, 4, 5]
+    assert store.publish(make(9), torch.float32, target="t", parent=None).number == 6
+
+
+def test_a_published_version_is_readable_by_other_users(store):
+    modes = {p.name: p.stat().st_mode & 0o777 for p in (store.path(0), *store.path(0).iterdir())}
+    assert modes["v0"] == 0o755
+    assert {m for n, m in modes.items() if n != "v0"} == {0o644}
