@@ -9,7 +9,6 @@ import ctypes
 import os
 import signal
 import sys
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -36,16 +35,12 @@ def main() -> None:
 
 
 def hide_keys() -> None:
-    """Blanks keys and the command line in `/server_info`, which SGLang 0.5.23 shows to anyone who reaches the port."""
+    """Makes `/server_info` ask for the admin key: SGLang 0.5.23 shows the key itself there to anyone."""
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    original = http_server.build_server_info
-
-    def without_keys(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        shown = original(*args, **kwargs)
-        return {k: v for k, v in shown.items() if k not in ("api_key", "admin_api_key", "launch_command")}
-
-    http_server.build_server_info = without_keys
+    for endpoint in (http_server.server_info, http_server.get_server_info):
+        auth_level(AuthLevel.ADMIN_OPTIONAL)(endpoint)
 
 
 if __name__ == "__main__":
