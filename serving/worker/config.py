@@ -32,9 +32,7 @@ class WorkerConfig(ProcessConfig):
     ops_port: int = Field(30001, gt=0, lt=65536, description="the agent's /metrics, /healthz and /readyz")
     advertise_url: str = Field("", description="URL under which gateways reach the engine; default: http://host:port")
     worker_id: str = Field(default_factory=lambda: f"{socket.gethostname()}-{secrets.token_hex(3)}")
-    admin_key: str = Field(
-        default_factory=lambda: secrets.token_urlsafe(24), repr=False, description="engine admin key"
-    )
+    admin_key: str = Field(default_factory=lambda: secrets.token_hex(24), repr=False, description="engine admin key")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_running_requests: int = Field(16, gt=0)
     max_total_tokens: int = Field(16384, gt=0, description="KV pool, tokens; on CPU the pool is zeroed at start")

@@ -44,7 +44,7 @@ def command(c: WorkerConfig, drafter: Drafter | None) -> list[str]:
     args = [
         *("--model-path", c.model, "--served-model-name", c.served_name, "--host", c.host, "--port", str(c.port)),
         *("--dtype", c.dtype, "--max-running-requests", str(c.max_running_requests)),
-        *("--admin-api-key", c.admin_key, "--enable-metrics", "--sleep-on-idle", "--skip-server-warmup"),
+        *(f"--admin-api-key={c.admin_key}", "--enable-metrics", "--sleep-on-idle", "--skip-server-warmup"),
         *("--log-level", "warning", "--log-level-http", "error"),
     ]
     if on_cpu():

@@ -1,5 +1,6 @@
 """Bad input ends in one clear line that names the key, and exit code 1."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from adaflash.cli import app
 from adaflash.config import ConfigError, load
 from serving.gateway.config import GatewayConfig
+from serving.worker import launch
 from serving.worker.config import WorkerConfig
 from trainer.config import TrainerConfig
 
@@ -119,3 +121,10 @@ def test_the_configuration_page_is_the_generated_one():
     from scripts.make_config_docs import OUT, render
 
     assert OUT.read_text() == render()
+
+
+def test_an_admin_key_that_looks_like_an_option_is_still_a_key():
+    command = launch.command(load(WorkerConfig, None, model="m", admin_key="-x y"), None)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--admin-api-key")
+    assert parser.parse_known_args(command)[0].admin_api_key == "-x y"
