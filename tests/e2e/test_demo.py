@@ -25,7 +25,9 @@ def mine(name: str) -> list[str]:
 
 
 def test_ctrl_c_stops_every_process(target_dir: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "adaflash.cli", "demo", "--model", target_dir, "--minutes", "5"]
+    # As a script starts it in the background: with SIGINT ignored.
+    shell = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    command = [*shell, sys.executable, "-m", "adaflash.cli", "demo", "--model", target_dir, "--minutes", "5"]
     with (tmp_path / "out").open("wb") as out:
         demo = subprocess.Popen(
             command, stdout=out, stderr=out, cwd=ROOT, env=os.environ | {"ADAFLASH_CACHE": str(tmp_path / "cache")}
