@@ -12,17 +12,28 @@ from pathlib import Path
 import torch
 
 from adaflash.checkpoint import save_drafter
-from adaflash.drafter import DrafterConfig, DrafterConfigError, random_drafter
+from adaflash.drafter import random_drafter
+from adaflash.drafter_config import DrafterConfig, DrafterConfigError
 from adaflash.errors import one_line
+from adaflash.heads import DEFAULT_WIDTH
 from adaflash.target import read_config
 
 _MASK_NAMES = ("<|mask|>", "<mask>", "[MASK]")
 
 
 def drafter_config(
-    target: str, *, layers: int, block: int, layer_ids: Sequence[int] | None = None, mask_token_id: int | None = None
+    target: str,
+    *,
+    layers: int,
+    block: int,
+    layer_ids: Sequence[int] | None = None,
+    mask_token_id: int | None = None,
+    length_head: bool = False,
 ) -> DrafterConfig:
-    """A drafter shaped like the target's own layers; raises DrafterConfigError naming what does not fit."""
+    """A drafter shaped like the target's own layers; raises DrafterConfigError naming what does not fit.
+
+    `length_head` gives it both heads of `adaflash.heads`.
+    """
     t = read_config(target)
     t = t.get("text_config") or t
     depth, heads = int(t["num_hidden_layers"]), int(t["num_attention_heads"])
@@ -43,6 +54,8 @@ def drafter_config(
             rms_norm_eps=t.get("rms_norm_eps", 1e-6),
             rope_theta=float(t.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
             max_position_embeddings=t["max_position_embeddings"],
+            length_head=DEFAULT_WIDTH if length_head else None,
+            confidence_head=length_head,
         )
     except ValueError as error:
         raise DrafterConfigError(one_line(error)) from error
@@ -97,11 +110,14 @@ def init_drafter(
     block: int = 8,
     layer_ids: Sequence[int] | None = None,
     mask_token_id: int | None = None,
+    length_head: bool = False,
     dtype: str | None = None,
     seed: int = 0,
 ) -> DrafterConfig:
     """Writes a random drafter checkpoint to `out`."""
-    config = drafter_config(target, layers=layers, block=block, layer_ids=layer_ids, mask_token_id=mask_token_id)
+    config = drafter_config(
+        target, layers=layers, block=block, layer_ids=layer_ids, mask_token_id=mask_token_id, length_head=length_head
+    )
     save_drafter(random_drafter(config, seed), out, target_dtype(target) if dtype is None else getattr(torch, dtype))
     return config
 

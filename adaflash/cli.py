@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from adaflash import cli_drafter, cli_offline
 from adaflash.errors import UserError
 
 app = typer.Typer(
@@ -16,8 +17,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-drafter_app = typer.Typer(help="Make and look at drafter checkpoints.", no_args_is_help=True)
-app.add_typer(drafter_app, name="drafter")
+app.add_typer(cli_drafter.app, name="drafter")
+app.command()(cli_offline.pretrain)
+app.command("fit-length-head")(cli_offline.fit_length_head)
+app.command("eval")(cli_offline.eval_command)
+app.command()(cli_offline.rollouts)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with this process's settings.")]
 Set = Annotated[
@@ -137,81 +141,12 @@ def demo(
     run(Options(minutes, model, warm, clients, max_tokens, json, plot, seed))
 
 
-@app.command()
-def pretrain(
-    out: Annotated[Path, typer.Option(help="Directory to write the drafter to.")],
-    model: Annotated[str | None, typer.Option(help="Target. Default: SmolLM2-135M-Instruct, converted once.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSONL with 'messages' or 'prompt'. Default: demo prompts.")
-    ] = None,
-    drafter: Annotated[Path | None, typer.Option(help="Drafter to start from. Default: a random one.")] = None,
-    count: Annotated[int, typer.Option(help="Prompts to use.", min=2)] = 96,
-    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 120,
-    max_tokens: Annotated[int, typer.Option(help="Answer tokens per prompt.", min=8)] = 48,
-    layers: Annotated[int, typer.Option(help="Layers of a new drafter.", min=1)] = 2,
-    block: Annotated[int, typer.Option(help="Block of a new drafter.", min=2)] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of weights, order and demo prompts.")] = 0,
-) -> None:
-    """Distil a drafter offline on the target's own answers, so that serving starts with a useful one."""
-    from itertools import islice
-
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from adaflash.pretrain import pretrain as distil
-    from adaflash.pretrain import read_prompts
-    from demo.model import ensure_model
-    from demo.prompts import prompts as demo_prompts
-
-    messages = read_prompts(prompts)[:count] if prompts else [p.messages for p in islice(demo_prompts(seed + 7), count)]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
-
-        target = model or str(ensure_model(bars.console.print))
-        shape = dict(layers=layers, block=block, seed=seed)
-        r = distil(target, messages, out, steps=steps, max_tokens=max_tokens, start=drafter, progress=show, **shape)
-    print(
-        f"{out}: replayed tau {r.tau_before:.2f} -> {r.tau_after:.2f} on {r.held_out} held-out answers, "
-        f"{r.steps} steps in {r.seconds:.0f} s"
-    )
-
-
 @app.command("model")
 def model_command() -> None:
     """Convert the demo's small LLM (SmolLM2-135M-Instruct) once and print its directory."""
     from demo.model import ensure_model
 
     print(ensure_model(lambda text: print(text, file=sys.stderr)))
-
-
-@drafter_app.command("init")
-def drafter_init(
-    target: Annotated[str, typer.Option(help="Target: local HF directory or hub id.")],
-    out: Annotated[Path, typer.Option(help="Directory to write.")],
-    layers: Annotated[int, typer.Option(help="Drafter layers.", min=1)] = 2,
-    block: Annotated[int, typer.Option(help="Slots per block, the anchor included.", min=2)] = 8,
-    layer_ids: Annotated[
-        str | None, typer.Option(help="Target layers to read, comma separated. Default: 5, spread.")
-    ] = None,
-    mask_token_id: Annotated[
-        int | None, typer.Option(help="Token of undrafted slots. Default: an unused special one.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Default: the target's.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
-) -> None:
-    """Make a random drafter for a target, with a checked config."""
-    from adaflash.bootstrap import init_drafter
-
-    ids = [int(i) for i in layer_ids.split(",")] if layer_ids else None
-    c = init_drafter(
-        target, out, layers=layers, block=block, layer_ids=ids, mask_token_id=mask_token_id, dtype=dtype, seed=seed
-    )
-    print(f"{out}: {c.num_hidden_layers} layers, block {c.block_size}, context layers {list(c.target_layer_ids)}")
 
 
 if __name__ == "__main__":

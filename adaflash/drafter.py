@@ -8,144 +8,29 @@ tokens at anchor + 1 .. anchor + B-1 in one forward. Context is the target's hid
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from adaflash.errors import UserError, one_line
-
-ARCHITECTURE = "DFlashDraftModel"
-
-
-class DrafterConfigError(UserError):
-    """A drafter whose numbers contradict each other or the target; the message names the key and what to change."""
-
-
-class DrafterConfig(BaseModel):
-    """Everything that fixes the drafter's shapes; read from and written to the checkpoint's `config.json`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    num_key_value_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    block_size: int = Field(ge=2, description="slots in a block, the anchor included")
-    num_target_layers: int = Field(gt=0)
-    target_layer_ids: tuple[int, ...] = Field(min_length=1, description="target layers whose output is the context")
-    mask_token_id: int = Field(ge=0)
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    max_position_embeddings: int = 8192
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        last = self.num_target_layers - 1
-        outside = [i for i in self.target_layer_ids if not 0 <= i <= last]
-        if outside:
-            raise ValueError(f"target_layer_ids {outside} are outside the target's 0..{last}")
-        if last in self.target_layer_ids:
-            # SGLang captures a layer's output where the next layer begins; a missing one breaks the first prefill.
-            raise ValueError(
-                f"target_layer_ids {last} is the target's last layer, whose output SGLang does not capture"
-            )
-        if self.mask_token_id >= self.vocab_size:
-            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} must be even for rotary embeddings")
-        return self
-
-    def to_checkpoint(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The `config.json` of a checkpoint that stock SGLang loads as `DFLASH` and, with our model class, as `DSPARK`.
-
-        The `markov_*` and `sample_from_anchor` keys are what `DSPARK` asks for; `DFLASH` ignores them.
-        """
-        return {
-            "architectures": [ARCHITECTURE],
-            "model_type": "qwen3",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "max_position_embeddings": self.max_position_embeddings,
-            "tie_word_embeddings": False,
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
-            "use_sliding_window": False,
-            "dtype": str(dtype).removeprefix("torch."),
-            "block_size": self.block_size,
-            "num_target_layers": self.num_target_layers,
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.target_layer_ids),
-            },
-            "markov_rank": 1,
-            "markov_head_type": "vanilla",
-            "sample_from_anchor": False,
-        }
-
-    @classmethod
-    def from_checkpoint(cls, raw: dict[str, Any]) -> DrafterConfig:
-        """Reads a `config.json`; raises DrafterConfigError that names the key that is missing, wrong or unsupported."""
-        if raw.get("architectures") != [ARCHITECTURE]:
-            raise DrafterConfigError(f"architectures is {raw.get('architectures')}, expected ['{ARCHITECTURE}']")
-        refused = {
-            "rope_scaling": raw.get("rope_scaling"),
-            "attention_bias": raw.get("attention_bias"),
-            "use_sliding_window": raw.get("use_sliding_window"),
-            "sliding_attention layers": "sliding_attention" in (raw.get("layer_types") or []),
-        }
-        for key, value in refused.items():
-            if value:
-                raise DrafterConfigError(f"{key} is not supported by this drafter implementation")
-        nested = raw.get("dflash_config") or {}
-        known = {k: raw[k] for k in cls.model_fields if k in raw}
-        known |= {k: nested[k] for k in ("mask_token_id", "target_layer_ids") if k in nested}
-        try:
-            return cls(**known)
-        except ValueError as error:
-            raise DrafterConfigError(one_line(error)) from error
-
-    def check_target(self, target: TargetShape) -> None:
-        """Raises DrafterConfigError if this drafter cannot draft for `target`."""
-        mine = {
-            "vocab_size": (self.vocab_size, target.vocab_size),
-            "hidden_size": (self.hidden_size, target.hidden_size),
-            "num_target_layers": (self.num_target_layers, target.num_layers),
-        }
-        for key, (have, want) in mine.items():
-            if have != want:
-                raise DrafterConfigError(
-                    f"drafter {key} is {have} but the target has {want}: use a drafter of this target"
-                )
+from adaflash.attention import Layout, attend
+from adaflash.drafter_config import DrafterConfig
+from adaflash.heads import ConfidenceHead, LengthHead
+from adaflash.rope import rope_of, rotate
 
 
 @dataclass(frozen=True)
-class TargetShape:
-    """What a drafter has to agree on with its target."""
+class Context:
+    """The target's hidden states of several sequences as every drafter layer reads them, packed row after row.
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
+    `keys[i]`, `values[i]`: [rows, kv_heads, head_dim], keys already normed and rotated; `lengths` of the sequences.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    lengths: list[int]
 
 
 class RMSNorm(nn.Module):
@@ -157,47 +42,16 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight.float()).to(x.dtype)
-
-
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary embedding, half-split style. x [..., n, heads, head_dim], positions [..., n] int64."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
-    angle = positions[..., None].float() * frequency
-    cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
-    a, b = x[..., :half].float(), x[..., half:].float()
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-
-@dataclass(frozen=True)
-class Context:
-    """The target's hidden states as every drafter layer reads them.
-
-    `keys[i]`, `values[i]`: [sequences, length, kv_heads, head_dim], keys already normed and rotated.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-
-    @property
-    def length(self) -> int:
-        return self.keys[0].shape[1]
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
     """Queries from the block; keys and values from the context before the anchor and from the whole block."""
 
-    def __init__(self, c: DrafterConfig) -> None:
+    def __init__(self, c: DrafterConfig, window: int | None) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim, self.theta = (
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
-            c.rope_theta,
-        )
+        self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.window, self.rope = window, rope_of(c)
         self.q_proj = nn.Linear(c.hidden_size, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(c.hidden_size, self.kv_heads * self.head_dim, bias=False)
@@ -206,26 +60,17 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, c.rms_norm_eps)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """x [b, n, hidden], positions [b, n] -> keys, values [b, n, kv_heads, head_dim]."""
-        shape = (*x.shape[:2], self.kv_heads, self.head_dim)
-        keys = rotate(self.k_norm(self.k_proj(x).view(shape)), positions, self.theta)
+        """x [n, hidden], positions [n] -> keys, values [n, kv_heads, head_dim]."""
+        shape = (len(x), self.kv_heads, self.head_dim)
+        keys = rotate(self.k_norm(self.k_proj(x).view(shape)), positions, self.rope)
         return keys, self.v_proj(x).view(shape)
 
-    def forward(self, x: Tensor, positions: Tensor, context_k: Tensor, context_v: Tensor, visible: Tensor) -> Tensor:
-        """x [a, B, hidden], context_{k,v} [a, L, kv_heads, head_dim], visible [a, L] bool -> [a, B, hidden]."""
-        a, width, _ = x.shape
-        q = rotate(self.q_norm(self.q_proj(x).view(a, width, self.heads, self.head_dim)), positions, self.theta)
-        k, v = self.keys_values(x, positions)
-        k, v = torch.cat([context_k, k], 1), torch.cat([context_v, v], 1)
-        mask = F.pad(visible, (0, width), value=True)[:, None, None, :]
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            enable_gqa=self.heads != self.kv_heads,
-        )
-        return self.o_proj(out.transpose(1, 2).reshape(a, width, -1))
+    def forward(self, x: Tensor, layout: Layout, context_k: Tensor, context_v: Tensor) -> Tensor:
+        """x [n * B, hidden] in the layout's order -> the same shape."""
+        q = self.q_norm(self.q_proj(x).view(len(x), self.heads, self.head_dim))
+        q = rotate(q, layout.positions, self.rope)
+        k, v = self.keys_values(x, layout.positions)
+        return self.o_proj(attend(q, k, v, context_k, context_v, layout, self.window).flatten(1))
 
 
 class MLP(nn.Module):
@@ -244,49 +89,59 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Pre-norm attention and feed-forward with residuals; the context enters attention without the input norm."""
 
-    def __init__(self, c: DrafterConfig) -> None:
+    def __init__(self, c: DrafterConfig, window: int | None) -> None:
         super().__init__()
-        self.self_attn = Attention(c)
+        self.self_attn = Attention(c, window)
         self.mlp = MLP(c)
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
-    def forward(self, x: Tensor, positions: Tensor, context_k: Tensor, context_v: Tensor, visible: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), positions, context_k, context_v, visible)
+    def forward(self, x: Tensor, layout: Layout, context_k: Tensor, context_v: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), layout, context_k, context_v)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Drafter(nn.Module):
-    """Trunk only: embedding and LM head belong to the target and are passed in by the caller."""
+    """Trunk and optional heads: embedding and LM head belong to the target and are passed in by the caller."""
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config, window) for window in config.windows())
         self.fc = nn.Linear(config.hidden_size * len(config.target_layer_ids), config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.length_head = LengthHead(config.hidden_size, config.length_head) if config.length_head else None
+        self.confidence_head = (
+            ConfidenceHead(config.hidden_size, config.block_size - 1) if config.confidence_head else None
+        )
 
-    def encode(self, context: Tensor) -> Context:
-        """context [sequences, length, K * hidden], positions 0..length-1 -> per-layer keys and values."""
-        c = self.hidden_norm(self.fc(context))
-        positions = torch.arange(c.shape[1], device=c.device).expand(c.shape[:2])
+    def trunk_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """What the distillation trains; heads are fitted on their own and never pull on the trunk."""
+        return [(n, p) for n, p in self.named_parameters() if not n.startswith(("length_head.", "confidence_head."))]
+
+    def encode(self, contexts: Sequence[Tensor]) -> Context:
+        """contexts[s] [length, K * hidden], positions 0..length-1 -> per-layer keys and values."""
+        lengths = [len(c) for c in contexts]
+        packed = torch.cat(list(contexts)).to(self.fc.weight.dtype)
+        positions = torch.cat([torch.arange(n, device=packed.device) for n in lengths])
+        c = self.hidden_norm(self.fc(packed))
         pairs = [layer.self_attn.keys_values(c, positions) for layer in self.layers]
-        return Context([k for k, _ in pairs], [v for _, v in pairs])
+        return Context([k for k, _ in pairs], [v for _, v in pairs], lengths)
 
     def forward(self, context: Context, sequence: Tensor, anchor: Tensor, block: Tensor) -> Tensor:
         """Drafts one block per anchor.
 
-        sequence [a] int64: row of `context` that anchor i belongs to; anchor [a] int64: its position;
+        sequence [a] int64: sequence of `context` that anchor i belongs to; anchor [a] int64: its position;
         block [a, B, hidden]: embeddings of the anchor token and of B-1 mask tokens.
         Returns final-normed hidden states [a, B, hidden]; slot k predicts the token at anchor + k.
         """
-        positions = anchor[:, None] + torch.arange(block.shape[1], device=block.device)
-        visible = torch.arange(context.length, device=block.device) < anchor[:, None]
-        x = block
+        layout = Layout.of(sequence, anchor, context.lengths, block.shape[1])
+        x = block[layout.order].flatten(0, 1)
         for layer, k, v in zip(self.layers, context.keys, context.values, strict=True):
-            x = layer(x, positions, k[sequence], v[sequence], visible)
-        return self.norm(x)
+            x = layer(x, layout, k, v)
+        out = self.norm(x).view(block.shape)
+        return out[torch.argsort(layout.order)]
 
     def block_embeddings(self, embedding: Tensor, anchor_tokens: Tensor) -> Tensor:
         """embedding [vocab, hidden], anchor_tokens [a] -> [a, B, hidden]: the anchor followed by mask tokens."""
@@ -299,7 +154,9 @@ class Drafter(nn.Module):
 
 def random_drafter(config: DrafterConfig, seed: int) -> Drafter:
     """A drafter with random weights: normal, 0.02, output projections scaled down by depth."""
-    drafter = Drafter(config)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # the heads take torch's own initialisation
+        drafter = Drafter(config)
     generator = torch.Generator().manual_seed(seed)
     depth = math.sqrt(2 * config.num_hidden_layers)
     with torch.no_grad():

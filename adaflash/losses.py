@@ -1,56 +1,210 @@
-"""Distillation losses over drafted slots; the learner calls `distill` once per micro-batch and back-propagates.
+"""Distillation losses behind one interface; the distiller calls `distill` once per step and back-propagates.
 
-The vocabulary is wide and the head is frozen, so the loss and its gradient with respect to the drafter's hidden states
-are computed chunk by chunk in one pass: no [slots x vocabulary] tensor outlives its chunk.
+A loss is a list of terms (what a slot is compared with), a coefficient per term and slot, and a weight per slot. The
+result is always sum_k w_k l_k / sum_k w_k, so that no loss depends on how many slots a batch happens to have.
+Sources: AdaFlash arXiv 2607.19223, DFlash 2602.06036, D-PACE 2605.18810, Draft-OPD 2605.29343.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-_CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in fp32
+from adaflash.vocabulary import Chunk, SlotValues, Teacher, Term, slot_pass
+
+LossName = Literal["adaflash", "dflash", "sft", "dpace", "tv", "draft_opd"]
+ClipKind = Literal["token", "entry"]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which slots a loss sees, each [n]: block number, slot number k >= 1 in its block, served token, accepted.
+
+    `accepted`: the slot's draft was accepted when the sequence was served (Draft-OPD); blocks are contiguous rows.
+    """
+
+    block: Tensor
+    slot: Tensor
+    token: Tensor
+    accepted: Tensor
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """Knobs of all losses; each loss reads the ones it has."""
+
+    name: LossName = "adaflash"
+    alpha: float = 0.8
+    clip: float = 10.0
+    clip_kind: ClipKind = "token"
+    decay: float = 7.0
+    dpace_floor: float = 0.5
+    rejected_weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class DistillLoss:
-    """`loss` scalar with gradient; the rest are detached per-slot values or shares for the log."""
+    """`loss` scalar with gradient; the rest is detached: per slot [n], or a share, for the log and the heads."""
 
     loss: Tensor
     cross_entropy: Tensor
-    reverse_kl: Tensor
-    clipped_share: Tensor
+    divergence: Tensor
+    clipped_share: float
     agreement: Tensor
-
-
-def decay_weights(slots: Tensor, gamma: float) -> Tensor:
-    """w_k = exp(-(k - 1) / gamma) for slot numbers k >= 1 (AdaFlash, algorithm 2)."""
-    return torch.exp(-(slots.float() - 1) / gamma)
+    argmax: Tensor
+    overlap: Tensor | None
 
 
 def distill(
     hidden: Tensor,
-    teacher: Tensor,
     head: Tensor,
-    weight: Tensor,
+    teacher: Teacher,
+    rows: Tensor,
+    slots: Slots,
+    settings: LossSettings,
     *,
-    alpha: float = 0.8,
-    clip: float = 10.0,
-    teacher_argmax: Tensor | None = None,
+    overlap: bool = False,
 ) -> DistillLoss:
-    """L = sum_k w_k [alpha CE_k + (1 - alpha) min(RKL_k, clip)] / sum_k w_k  (AdaFlash, arXiv 2607.19223).
+    """The loss of n drafted slots.
 
-    hidden [n, H]: drafter states of n slots. teacher [n, H]: the target's final-normed states that predict the same
-    tokens. head [V, H], frozen. weight [n] >= 0. CE is against the teacher's argmax (`teacher_argmax` [n] saves its
-    logits when alpha is 1). RKL = KL(drafter || target) over the whole vocabulary in nats, clipped per token before any
-    normalisation; a clipped token has no KL gradient.
+    hidden [n, H]: drafter states, the only input that receives a gradient; head [V, H], frozen; rows [n]: each slot's
+    row of `teacher`. `overlap` adds 1 - TV per slot, the confidence head's label.
     """
-    values = _Distill.apply(hidden, teacher, head, weight, alpha, clip, teacher_argmax)
-    return DistillLoss(*values)
+    loss, seen = _Distill.apply(hidden, head, teacher, rows, slots, settings, overlap)
+    values: SlotValues = seen.values
+    divergence = values.terms[1] if len(values.terms) > 1 else values.terms[0]
+    return DistillLoss(
+        loss, values.cross_entropy, divergence, seen.clipped, values.agreement, values.argmax, values.overlap
+    )
+
+
+class CrossEntropy:
+    """-log p(y), y the teacher's argmax or the served token."""
+
+    def __init__(self, label: Literal["teacher", "served"]) -> None:
+        self.label = label
+
+    def __call__(self, c: Chunk, weight: Tensor) -> Tensor:
+        y = c.label if self.label == "teacher" else c.token
+        c.row += weight
+        c.marks.append((y, weight))
+        return -c.log_p_of(y)
+
+
+class ReverseKL:
+    """KL(drafter || target) in nats over the whole vocabulary, clipped before any normalisation.
+
+    `token` limits a slot's divergence (a clipped slot has no gradient), `entry` each token's share of it.
+    """
+
+    def __init__(self, clip: float, kind: ClipKind) -> None:
+        self.clip, self.kind = clip, kind
+        self.used, self.clipped = 0, 0  # slots that count, and those of them where the clip took something away
+
+    def __call__(self, c: Chunk, weight: Tensor) -> Tensor:
+        if self.kind == "token":
+            raw = torch.linalg.vecdot(c.p, c.gap)
+            over, value = raw > self.clip, raw.clamp_max(self.clip)
+            kept = weight * ~over
+            c.add_multiple(c.gap * kept[:, None])
+            c.row -= kept * raw
+        else:
+            entry = c.p * c.gap
+            kept_entries = entry <= self.clip
+            over, value = ~kept_entries.all(-1), entry.clamp_max(self.clip).sum(-1)
+            slope = (c.gap + 1).mul_(kept_entries)
+            c.row -= weight * torch.linalg.vecdot(c.p, slope)
+            c.add_multiple(slope.mul_(weight[:, None]))
+        counts = weight > 0
+        self.used += int(counts.sum())
+        self.clipped += int((over & counts).sum())
+        return value
+
+
+class ForwardKL:
+    """KL(target || drafter) in nats."""
+
+    def __call__(self, c: Chunk, weight: Tensor) -> Tensor:
+        c.row += weight
+        c.add_minus(c.q * weight[:, None])
+        return -torch.linalg.vecdot(c.q, c.gap)
+
+
+class TotalVariation:
+    """sum |p - q| / 2: the chance that a sampled draft is rejected."""
+
+    def __call__(self, c: Chunk, weight: Tensor) -> Tensor:
+        difference = c.p - c.q
+        value = difference.abs().sum(-1) / 2
+        half = difference.sign_().mul_(0.5)
+        c.row -= weight * torch.linalg.vecdot(c.p, half)
+        c.add_multiple(half.mul_(weight[:, None]))
+        return value
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A loss: its terms with their coefficients, and the slots' weights once p(label) is known."""
+
+    terms: Callable[[Slots, LossSettings], list[tuple[Term, Tensor]]]
+    weights: Callable[[Slots, Tensor, LossSettings], Tensor]
+
+
+def decay_weights(slot: Tensor, gamma: float) -> Tensor:
+    """w_k = exp(-(k - 1) / gamma) for slot numbers k >= 1 (DFlash; AdaFlash, algorithm 2)."""
+    return torch.exp(-(slot.float() - 1) / gamma)
+
+
+def dpace_weights(slots: Slots, p_label: Tensor, floor: float) -> Tensor:
+    """s_k = sum_{j >= k} prod_{l <= j} [(1 - a) p_l + a]: what slot k adds to the expected run (D-PACE)."""
+    blocks, width = int(slots.block.max()) + 1, int(slots.slot.max())
+    factor = p_label.new_zeros(blocks, width, dtype=torch.float32)
+    factor[slots.block, slots.slot - 1] = (1 - floor) * p_label + floor
+    reach = factor.cumprod(-1)
+    return reach.flip(-1).cumsum(-1).flip(-1)[slots.block, slots.slot - 1]
+
+
+def _constant(slots: Slots, value: float) -> Tensor:
+    return torch.full(slots.slot.shape, value, device=slots.slot.device)
+
+
+def _decay(slots: Slots, _p: Tensor, s: LossSettings) -> Tensor:
+    return decay_weights(slots.slot, s.decay)
+
+
+RECIPES: dict[str, Recipe] = {
+    "adaflash": Recipe(
+        lambda x, s: [
+            (CrossEntropy("teacher"), _constant(x, s.alpha)),
+            *([(ReverseKL(s.clip, s.clip_kind), _constant(x, 1 - s.alpha))] if s.alpha < 1 else []),
+        ],
+        _decay,
+    ),
+    "dflash": Recipe(lambda x, s: [(CrossEntropy("teacher"), _constant(x, 1.0))], _decay),
+    "sft": Recipe(lambda x, s: [(CrossEntropy("served"), _constant(x, 1.0))], lambda x, _p, s: _constant(x, 1.0)),
+    "dpace": Recipe(
+        lambda x, s: [(CrossEntropy("teacher"), _constant(x, 1.0))],
+        lambda x, p, s: dpace_weights(x, p, s.dpace_floor),
+    ),
+    "tv": Recipe(lambda x, s: [(TotalVariation(), _constant(x, 1.0))], _decay),
+    "draft_opd": Recipe(
+        lambda x, s: [
+            (ForwardKL(), x.accepted.float()),
+            (ReverseKL(s.clip, s.clip_kind), s.rejected_weight * (~x.accepted).float()),
+        ],
+        lambda x, _p, s: _constant(x, 1.0),
+    ),
+}
+
+
+@dataclass
+class _Seen:
+    values: SlotValues
+    clipped: float
 
 
 class _Distill(torch.autograd.Function):
@@ -60,47 +214,24 @@ class _Distill(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        teacher: Tensor,
         head: Tensor,
-        weight: Tensor,
-        alpha: float,
-        clip: float,
-        teacher_argmax: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        n, vocab = hidden.shape[0], head.shape[0]
-        total = weight.sum().clamp_min(1e-12)
-        grad = torch.empty_like(hidden)
-        ce, rkl, agree = (hidden.new_empty(n, dtype=torch.float32) for _ in range(3))
-        rows = max(1, _CHUNK_ELEMENTS // vocab)
-        use_kl = alpha < 1 or teacher_argmax is None
-        for i in range(0, n, rows):
-            s = slice(i, i + rows)
-            log_p = F.log_softmax(F.linear(hidden[s].to(head.dtype), head).float(), -1)
-            p = log_p.exp()
-            if use_kl:
-                teacher_logits = F.linear(teacher[s].to(head.dtype), head).float()
-                label = teacher_logits.argmax(-1)
-                gap = log_p - F.log_softmax(teacher_logits, -1)
-                rkl[s] = (p * gap).sum(-1)
-            else:
-                assert teacher_argmax is not None
-                label, rkl[s] = teacher_argmax[s], 0.0
-            ce[s] = -log_p.gather(-1, label[:, None])[:, 0]
-            agree[s] = (log_p.argmax(-1) == label).float()
-            # d CE / d logits = p - onehot;  d RKL / d logits = p (gap - RKL)
-            if alpha < 1:
-                keep = (1 - alpha) * (rkl[s] <= clip).float()
-                g = p * (alpha + keep[:, None] * (gap - rkl[s][:, None]))
-            else:
-                g = p * alpha
-            g.scatter_add_(-1, label[:, None], g.new_full((len(label), 1), -alpha))
-            g *= (weight[s] / total)[:, None]
-            grad[s] = F.linear(g.to(head.dtype), head.t()).to(grad.dtype)
-        loss = (weight * (alpha * ce + (1 - alpha) * rkl.clamp_max(clip))).sum() / total
-        ctx.save_for_backward(grad)
-        clipped = (rkl > clip).float().mean() if n else rkl.sum()
-        ctx.mark_non_differentiable(ce, rkl, clipped, agree)
-        return loss, ce, rkl, clipped, agree
+        teacher: Teacher,
+        rows: Tensor,
+        slots: Slots,
+        settings: LossSettings,
+        overlap: bool,
+    ) -> tuple[Tensor, _Seen]:
+        recipe = RECIPES[settings.name]
+        terms = recipe.terms(slots, settings)
+        values = slot_pass(hidden, head, teacher, rows, slots.token, terms, overlap=overlap)
+        weight = recipe.weights(slots, values.label_probability, settings)
+        share = weight / weight.sum().clamp_min(1e-12)
+        loss = share.new_zeros(())
+        for (_, coefficient), value in zip(terms, values.terms, strict=True):
+            loss = loss + (share * coefficient * value).sum()
+        ctx.save_for_backward(values.gradient * share[:, None])
+        kl = [t for t, _ in terms if isinstance(t, ReverseKL)]
+        return loss, _Seen(values, sum(t.clipped for t in kl) / max(1, sum(t.used for t in kl)))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,140 +1,186 @@
-"""`adaflash pretrain`: a short offline distillation, so that the first request already meets a useful drafter.
+"""`adaflash pretrain`: offline distillation, so that the first request already meets a useful drafter.
 
-The target answers the prompts itself (greedy, batched); the drafter is then distilled on those answers exactly as the
-trainer does it on traffic.
+Conversations become samples (given responses, or the target's own), samples become features, and the drafter is
+distilled on them exactly as the trainer does it on traffic. Every stage is kept under `<out>/training/`, so that an
+interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from adaflash.acceptance import replay
+from adaflash.acceptance import Acceptance, replay
 from adaflash.bootstrap import drafter_config, target_dtype
 from adaflash.checkpoint import load_drafter, save_drafter
 from adaflash.distill import DistillConfig, Distiller
-from adaflash.drafter import random_drafter
+from adaflash.drafter import Drafter, random_drafter
 from adaflash.errors import UserError
+from adaflash.samples import Answerer, Conversation, Progress, Sample, featurize, read_samples, write_samples
 from adaflash.target import Features, Target
 
-_BATCH = 16  # prompts answered at once
+LONGEST = 2048  # tokens; longer sequences are cut at the end
 _SEQUENCES = 8  # sequences per optimiser step
 _HELD_OUT = 0.1
-
-Progress = Callable[[str, int, int], None]
+_SAVE_EVERY = 20  # optimiser steps
 
 
 class PretrainError(UserError):
-    """The prompts cannot be used; the message names the line."""
+    """The training cannot go on; the message says why."""
+
+
+@dataclass(frozen=True)
+class PretrainOptions:
+    """What a run is made of; a run is only continued with the same ones (`steps` may grow)."""
+
+    model: str
+    steps: int
+    max_tokens: int
+    start: str
+    layers: int
+    block: int
+    seed: int
+    length_head: bool
+    distill: DistillConfig
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a pre-training reached."""
+    """What a pre-training reached. `skipped` counts samples that could not be used."""
 
     steps: int
     seconds: float
-    tau_before: float
-    tau_after: float
-    held_out: int
+    before: Acceptance
+    after: Acceptance
+    domains: list[str]
+    skipped: int
+    resumed_at: int
 
 
-def read_prompts(file: Path) -> list[list[dict[str, str]]]:
-    """Chat messages from JSONL: each line has `messages`, or `prompt` with one user message's text."""
-    out = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-        except (ValueError, KeyError, AttributeError):
-            raise PretrainError(f"{file}, line {number}: expected JSON with 'messages' or 'prompt'") from None
-        while messages and messages[-1].get("role") == "assistant":
-            messages = messages[:-1]  # the target answers itself
-        if messages:
-            out.append(messages)
-    if not out:
-        raise PretrainError(f"{file} holds no prompt")
-    return out
-
-
-def pretrain(
-    model: str,
-    prompts: Sequence[list[dict[str, str]]],
-    out: Path,
-    *,
-    steps: int,
-    max_tokens: int,
-    start: Path | None,
-    layers: int,
-    block: int,
-    seed: int,
-    progress: Progress,
-) -> Result:
+def pretrain(o: PretrainOptions, conversations: Sequence[Conversation], out: Path, progress: Progress) -> Result:
     """Answers, distils, and writes the drafter to `out`; Ctrl-C ends early and keeps what was learned."""
     began = time.monotonic()
-    drafter = load_drafter(start) if start else random_drafter(drafter_config(model, layers=layers, block=block), seed)
-    target = Target(model, drafter.config.target_layer_ids, target_dtype(model))
+    work = out / "training"
+    _claim(work, o, conversations)
+    drafter = _first_drafter(o)
+    target = Target(o.model, drafter.config.target_layer_ids, target_dtype(o.model))
     drafter.to(target.device)
-    features = [f for batch in answers(target, model, prompts, max_tokens, progress) for f in batch]
-    held = features[: max(1, int(len(features) * _HELD_OUT))]
-    training = features[len(held) :] or held
-    before = replay(drafter, held, target.embedding, target.head).tau
-    distiller = Distiller(drafter, target.embedding, target.head, DistillConfig(), seed)
-    chooser = random.Random(seed)
+    samples, skipped = _samples(o, target, conversations, work, progress)
+    features = featurize(target, samples, LONGEST, progress)
+    count = max(1, int(len(features) * _HELD_OUT))
+    held, training = features[:count], features[count:] or features[:count]
+    before = replay(drafter, held, target.embedding, target.head)
+    distiller = Distiller(drafter, target.embedding, target.head, o.distill, o.seed)
+    resumed = _restore(distiller, work)
     try:
-        while distiller.steps < steps:
-            distiller.step(chooser.sample(training, min(_SEQUENCES, len(training))))
-            progress("distilling", distiller.steps, steps)
+        _train(distiller, training, o, work, progress)
     except KeyboardInterrupt:
-        progress("stopped early", distiller.steps, steps)
+        progress("stopped early", distiller.steps, o.steps)
     if not distiller.finite():
         raise PretrainError("a parameter became infinite or NaN; nothing was written")
-    after = replay(distiller.averaged, held, target.embedding, target.head).tau
-    save_drafter(distiller.averaged, out, target_dtype(model))
-    return Result(distiller.steps, time.monotonic() - began, before, after, len(held))
+    after = replay(distiller.averaged, held, target.embedding, target.head)
+    save_drafter(distiller.averaged, out, target_dtype(o.model))
+    domains = [s.domain for s in samples[:count]]
+    return Result(distiller.steps, time.monotonic() - began, before, after, domains, skipped, resumed)
 
 
-def answers(
-    target: Target, model: str, prompts: Sequence[list[dict[str, str]]], max_tokens: int, progress: Progress
-) -> Iterator[list[Features]]:
-    """Features of the target's greedy answers, batch by batch; answers too short to draft for are left out."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    encoded: list[Any] = [
-        tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in prompts
-    ]
-    stop = target.model.generation_config.eos_token_id or tokenizer.eos_token_id
-    stops = set(stop) if isinstance(stop, list) else {stop}
-    for i in range(0, len(encoded), _BATCH):
-        batch = encoded[i : i + _BATCH]
-        width = max(map(len, batch))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in batch])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch])
-        made = target.model.generate(
-            ids.to(target.device),
-            attention_mask=mask.to(target.device),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        target.forget()
-        responses = [until_stop(row[width:].tolist(), stops) for row in made]
-        pairs = [(p, r) for p, r in zip(batch, responses, strict=True) if len(r) >= 2]
-        progress("the target answers", min(i + _BATCH, len(encoded)), len(encoded))
-        if pairs:
-            yield target.features([p + r for p, r in pairs], [len(p) for p, _ in pairs])
+def _first_drafter(o: PretrainOptions) -> Drafter:
+    if o.start:
+        return load_drafter(o.start)
+    return random_drafter(drafter_config(o.model, layers=o.layers, block=o.block, length_head=o.length_head), o.seed)
 
 
-def until_stop(ids: list[int], stops: set[int]) -> list[int]:
-    """The ids up to and with the first stop token."""
-    return next((ids[: i + 1] for i, t in enumerate(ids) if t in stops), ids)
+def _train(d: Distiller, training: Sequence[Features], o: PretrainOptions, work: Path, progress: Progress) -> None:
+    """The loop: which sequences a step takes depends on its number only, so a resumed run takes the same ones."""
+    while d.steps < o.steps:
+        chooser = random.Random(f"{o.seed} {d.steps}")
+        d.step(chooser.sample(training, min(_SEQUENCES, len(training))))
+        if d.steps % _SAVE_EVERY == 0 or d.steps == o.steps:
+            _save(d, work)
+        progress("distilling", d.steps, o.steps)
+
+
+def _claim(work: Path, o: PretrainOptions, conversations: Sequence[Conversation]) -> None:
+    """Makes `work` this run's; refuses one that belongs to other options or other conversations."""
+    mine = asdict(o) | {"distill": o.distill.model_dump(), "conversations": len(conversations)}
+    mine.pop("steps")
+    file = work / "run.json"
+    if file.is_file():
+        try:
+            theirs = json.loads(file.read_text())
+        except ValueError:
+            theirs = {}
+        differs = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+        if differs:
+            raise PretrainError(
+                f"{work} holds an unfinished or finished run with another {', '.join(differs)}: "
+                "give --restart to discard it, or another --out"
+            )
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(mine))
+
+
+def discard(out: Path) -> None:
+    """Forgets an earlier run in `out`."""
+    shutil.rmtree(out / "training", ignore_errors=True)
+
+
+def _samples(
+    o: PretrainOptions, target: Target, conversations: Sequence[Conversation], work: Path, progress: Progress
+) -> tuple[list[Sample], int]:
+    """The answers, batch by batch on disk; those of an earlier run are read back."""
+    file = work / "samples.jsonl"
+    answered = _complete_lines(file)
+    if answered < len(conversations):
+
+        def show(what: str, n: int, _total: int) -> None:
+            progress(what, answered + n, len(conversations))
+
+        for batch in Answerer(target, o.model).samples(conversations[answered:], o.max_tokens, show):
+            write_samples(file, batch)
+    samples, skipped = read_samples(file, target.embedding.shape[0], LONGEST)
+    return samples, sum(skipped.values())
+
+
+def _complete_lines(file: Path) -> int:
+    """Number of samples already on disk; a line that an interruption tore is cut off."""
+    if not file.is_file():
+        return 0
+    data = file.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        file.write_bytes(whole)
+    return whole.count(b"\n")
+
+
+def _save(d: Distiller, work: Path) -> None:
+    scratch = work / "state.tmp"
+    with scratch.open("wb") as f:
+        torch.save(d.state(), f)
+        f.flush()
+        os.fsync(f.fileno())
+    scratch.rename(work / "state.pt")
+
+
+def _restore(d: Distiller, work: Path) -> int:
+    file = work / "state.pt"
+    if not file.is_file():
+        return 0
+    try:
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+        d.restore(state)
+    except Exception as error:
+        raise PretrainError(
+            f"{file} cannot be read ({type(error).__name__}); give --restart to start afresh"
+        ) from error
+    return d.steps

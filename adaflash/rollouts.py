@@ -6,6 +6,7 @@ msgpack with the ids as packed little-endian int32, then zstd. Token ids only, n
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgpack
@@ -76,6 +77,17 @@ class Rollout(BaseModel):
         for key in ("accepted", "verified"):
             fields[key] = np.asarray(fields[key], dtype="<u2").tobytes()
         return _compressor().compress(msgpack.packb(fields))
+
+
+def unusable(prompt_ids: Sequence[int], output_ids: Sequence[int], vocabulary: int, longest: int) -> str:
+    """Why a sequence cannot be learnt from when cut at `longest` tokens, or "". One rule for traffic and for files."""
+    if not prompt_ids or len(output_ids) < 2:
+        return "too_short"  # the first response token comes from prefill; there must be one to draft after it
+    if not 0 <= min(*prompt_ids, *output_ids) <= max(*prompt_ids, *output_ids) < vocabulary:
+        return "ids_out_of_range"
+    if len(prompt_ids) > longest - 2:
+        return "prompt_too_long"
+    return ""
 
 
 def unpack(data: bytes) -> Rollout:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaflash.drafter import TargetShape
+from adaflash.drafter_config import TargetShape
 from adaflash.errors import UserError
 
 
@@ -28,13 +28,15 @@ class Features:
     """What the target computed on one sequence of T tokens.
 
     `ids` [T] int64; `prompt` prompt tokens; `context` [T, K * hidden] outputs of the drafter's context layers;
-    `final` [T - prompt + 1, hidden] final-normed states from position prompt - 1 on (they predict tokens prompt..T).
+    `final` [T - prompt + 1, hidden] final-normed states from position prompt - 1 on (they predict tokens prompt..T);
+    `accepted`: tokens that each verify step emitted when the sequence was served, empty where that is unknown.
     """
 
     ids: Tensor
     prompt: int
     context: Tensor
     final: Tensor
+    accepted: tuple[int, ...] = ()
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -81,7 +83,7 @@ class Target:
         self._outputs: dict[int, Tensor] = {}
         for i in layer_ids:
             self.model.model.layers[i].register_forward_hook(self._keeper(i))
-        self._layer_ids = tuple(layer_ids)
+        self.layer_ids = tuple(layer_ids)
 
     def _keeper(self, index: int) -> Any:
         def keep(_module: Any, _args: Any, output: Any) -> None:
@@ -104,7 +106,7 @@ class Target:
             mask[row, : len(s)] = 1
         ids, mask = ids.to(self.device), mask.to(self.device)
         final = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        context = torch.cat([self._outputs[i] for i in self._layer_ids], -1)
+        context = torch.cat([self._outputs[i] for i in self.layer_ids], -1)
         self._outputs.clear()
         # Clones: inference tensors cannot enter autograd, and views would keep the padded batch alive.
         with torch.inference_mode(False):

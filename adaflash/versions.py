@@ -28,7 +28,8 @@ from adaflash.checkpoint import (
     read_weights,
     save_drafter,
 )
-from adaflash.drafter import Drafter, DrafterConfig, DrafterConfigError
+from adaflash.drafter import Drafter
+from adaflash.drafter_config import DrafterConfig, DrafterConfigError
 from adaflash.errors import UserError, one_line
 
 MANIFEST = "manifest.json"
@@ -177,7 +178,7 @@ def verify(directory: Path, *, target: str | None = None, like: DrafterConfig | 
         raise VersionError(f"{directory.name}: trained for target {manifest.target}, this worker serves {target}")
     try:
         config = read_drafter_config(directory)
-        if like is not None and config != like:
+        if like is not None and config.trunk() != like.trunk():
             raise VersionError(f"{directory.name}: its config differs from that of the running drafter")
         check_weights(config, read_weights(directory))
     except (CheckpointError, DrafterConfigError) as error:

@@ -7,19 +7,53 @@ import math
 import torch
 from torch import Tensor
 
-from adaflash.drafter import DrafterConfig
+from adaflash.drafter_config import DrafterConfig
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rope(x: Tensor, position: int, theta: float) -> Tensor:
-    """x [heads, d]; half-split rotation written with complex numbers."""
-    half = x.shape[-1] // 2
-    angle = torch.tensor([position * theta ** (-2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64)
-    z = torch.complex(x[:, :half].double(), x[:, half:].double()) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([z.real, z.imag], -1).to(x.dtype)
+def frequencies(c: DrafterConfig) -> tuple[list[float], float]:
+    """Inverse frequencies and the factor on cos and sin, from the papers of the scaled variants."""
+    d, scaling = c.rotary_dim, c.rope_scaling or {}
+    plain = [c.rope_theta ** (-2 * i / d) for i in range(d // 2)]
+    kind, factor = scaling.get("rope_type", "default"), scaling.get("factor", 1.0)
+    old = scaling.get("original_max_position_embeddings", c.max_position_embeddings)
+    if kind == "linear":
+        return [f / factor for f in plain], 1.0
+    if kind == "llama3":
+        out = []
+        for f in plain:
+            turns = old * f / (2 * math.pi)
+            low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+            kept = min(1.0, max(0.0, (turns - low) / (high - low)))
+            out.append(kept * f + (1 - kept) * f / factor)
+        return out, 1.0
+    if kind == "yarn":
+
+        def dimension(turns: float) -> float:
+            return d * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(c.rope_theta))
+
+        low = max(math.floor(dimension(scaling.get("beta_fast", 32))), 0)
+        high = min(math.ceil(dimension(scaling.get("beta_slow", 1))), d - 1)
+        out = []
+        for i, f in enumerate(plain):
+            ramp = min(1.0, max(0.0, (i - low) / max(high - low, 0.001)))
+            out.append((1 - ramp) * f + ramp * f / factor)
+        return out, 0.1 * math.log(factor) + 1.0
+    return plain, 1.0
+
+
+def rope(x: Tensor, position: int, c: DrafterConfig) -> Tensor:
+    """x [heads, d]; half-split rotation of the leading dimensions, written with complex numbers."""
+    inverse, scale = frequencies(c)
+    half = len(inverse)
+    angle = torch.tensor([position * f for f in inverse], dtype=torch.float64)
+    z = torch.complex(x[:, :half].double(), x[:, half : 2 * half].double()) * torch.polar(
+        torch.full_like(angle, scale), angle
+    )
+    return torch.cat([z.real, z.imag, x[:, 2 * half :].double()], -1).to(x.dtype)
 
 
 def draft_hidden(c: DrafterConfig, w: dict[str, Tensor], context: Tensor, block: Tensor) -> Tensor:
@@ -29,22 +63,27 @@ def draft_hidden(c: DrafterConfig, w: dict[str, Tensor], context: Tensor, block:
     x = block
     group = c.num_attention_heads // c.num_key_value_heads
     for i in range(c.num_hidden_layers):
+        window = c.sliding_window if (c.layer_types or {i: ""})[i] == "sliding_attention" else None
         p = {k.removeprefix(f"layers.{i}."): v for k, v in w.items() if k.startswith(f"layers.{i}.")}
         h = rms(x, p["input_layernorm.weight"], c.rms_norm_eps)
         source = torch.cat([ctx, h])
         keys, values, queries = [], [], []
         for position, row in enumerate(source):
             k = (p["self_attn.k_proj.weight"] @ row).view(c.num_key_value_heads, c.head_dim)
-            keys.append(rope(rms(k, p["self_attn.k_norm.weight"], c.rms_norm_eps), position, c.rope_theta))
+            keys.append(rope(rms(k, p["self_attn.k_norm.weight"], c.rms_norm_eps), position, c))
             values.append((p["self_attn.v_proj.weight"] @ row).view(c.num_key_value_heads, c.head_dim))
         for slot in range(width):
             q = (p["self_attn.q_proj.weight"] @ h[slot]).view(c.num_attention_heads, c.head_dim)
-            queries.append(rope(rms(q, p["self_attn.q_norm.weight"], c.rms_norm_eps), n + slot, c.rope_theta))
+            queries.append(rope(rms(q, p["self_attn.q_norm.weight"], c.rms_norm_eps), n + slot, c))
         k_all, v_all = torch.stack(keys), torch.stack(values)
         out = torch.empty(width, c.num_attention_heads, c.head_dim)
         for slot in range(width):
             for head in range(c.num_attention_heads):
                 scores = k_all[:, head // group] @ queries[slot][head] / math.sqrt(c.head_dim)
+                if window is not None:
+                    # A sliding layer is causal and sees `window` tokens, itself included.
+                    at = torch.arange(n + width)
+                    scores = scores.masked_fill((at > n + slot) | (at <= n + slot - window), -math.inf)
                 out[slot, head] = torch.softmax(scores, 0) @ v_all[:, head // group]
         x = x + out.reshape(width, -1) @ p["self_attn.o_proj.weight"].T
         h = rms(x, p["post_attention_layernorm.weight"], c.rms_norm_eps)

@@ -14,20 +14,21 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from adaflash import bootstrap, distill, drafter, losses, target
+from adaflash import anchors, attention, bootstrap, distill, drafter, heads, losses, optim, rope, target, vocabulary
 from adaflash.bootstrap import drafter_config
 from adaflash.checkpoint import save_drafter
 from adaflash.distill import DistillConfig, Distiller
 from adaflash.drafter import random_drafter
+from adaflash.drafter_config import DrafterConfig
 from adaflash.target import Target
 from demo.model import cache_dir
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]
 WALK_FIRST, WALK_SIZE = 100, 120  # the target walks over these ids
 BLOCK = 8
-MADE_BY = (bootstrap, distill, drafter, losses, target)
+MADE_BY = (anchors, attention, bootstrap, distill, drafter, heads, losses, optim, rope, target, vocabulary)
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -61,11 +62,12 @@ def walks(count: int, length: int, generator: torch.Generator) -> torch.Tensor:
     return out + WALK_FIRST
 
 
-def make_target(out: Path, *, layers: int = 4, steps: int = 220, seed: int = 1) -> None:
-    """Trains and saves the target in fp32."""
+def make_target(out: Path, *, tied_qwen: bool = False, layers: int = 4, steps: int = 220, seed: int = 1) -> None:
+    """Trains and saves the target in fp32: a Llama, or a Qwen3 whose embedding is its head."""
     torch.manual_seed(seed)
     fast = tokenizer()
-    config = LlamaConfig(
+    kind = Qwen3Config if tied_qwen else LlamaConfig
+    config = kind(
         vocab_size=len(fast),
         hidden_size=64,
         intermediate_size=128,
@@ -74,13 +76,13 @@ def make_target(out: Path, *, layers: int = 4, steps: int = 220, seed: int = 1) 
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=1024,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied_qwen,
         bos_token_id=None,
         eos_token_id=fast.eos_token_id,
         pad_token_id=fast.pad_token_id,
         dtype="float32",
     )
-    model = LlamaForCausalLM(config)
+    model = Qwen3ForCausalLM(config) if tied_qwen else LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
@@ -95,10 +97,36 @@ def make_target(out: Path, *, layers: int = 4, steps: int = 220, seed: int = 1) 
     fast.save_pretrained(out)
 
 
+AWKWARD = {
+    "partial-llama3": {
+        "target_layer_ids": (0, 1, 3),  # the first and the last layer
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "yarn-sliding": {
+        "target_layer_ids": (0, 3),
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+        "layer_types": ("full_attention", "sliding_attention"),
+        "sliding_window": 12,
+    },
+}
+
+
 def make_drafters(home: Path, out: Path) -> None:
     """`random`, `weak` and `good` drafters of the target, fp32."""
     config = drafter_config(str(home), layers=2, block=BLOCK)
     save_drafter(random_drafter(config, 0), out / "random", torch.float32)
+    train_drafter(home, config, {30: out / "weak", 120: out / "good"})
+
+
+def train_drafter(home: Path, config: DrafterConfig, saves: dict[int, Path]) -> None:
+    """Distils a drafter on the target's walks and saves it at the given steps."""
     teacher = Target(str(home), config.target_layer_ids, torch.float32)
     generator = torch.Generator().manual_seed(3)
     prompts = walks(48, 8, generator)
@@ -108,16 +136,22 @@ def make_drafters(home: Path, out: Path) -> None:
     features = teacher.features(sequences, [8] * len(sequences))
     student = random_drafter(config, 1)
     distiller = Distiller(student, teacher.embedding, teacher.head, DistillConfig(anchors=96), seed=0)
-    for step in range(1, 121):
+    for step in range(1, max(saves) + 1):
         places = torch.randperm(len(features), generator=generator)[:8].tolist()
         distiller.step([features[i] for i in places])
-        if step == 30:
-            save_drafter(student, out / "weak", torch.float32)
-    save_drafter(student, out / "good", torch.float32)
+        if step in saves:
+            save_drafter(student, saves[step], torch.float32)
+
+
+def make_awkward(home: Path, out: Path) -> None:
+    """Drafters whose configs take the paths that ordinary ones do not."""
+    plain = drafter_config(str(home), layers=2, block=BLOCK)
+    for name, change in AWKWARD.items():
+        train_drafter(home, DrafterConfig(**(plain.model_dump() | change)), {60: out / name})
 
 
 def ensure() -> Path:
-    """The cached directory with `target/` and `drafters/{random,weak,good}/`."""
+    """The cached directory with `target/`, `drafters/{random,weak,good}/`, `tied/` and `awkward/`."""
     sources = [Path(__file__), *(Path(m.__file__) for m in MADE_BY)]
     key = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()[:12]
     home = cache_dir() / "tests" / key
@@ -127,6 +161,8 @@ def ensure() -> Path:
     scratch = Path(tempfile.mkdtemp(dir=home.parent))
     make_target(scratch / "target")
     make_drafters(scratch / "target", scratch / "drafters")
+    make_target(scratch / "tied", tied_qwen=True)
+    make_awkward(scratch / "tied", scratch / "awkward")
     (scratch / "complete").write_text(json.dumps({"torch": torch.__version__}))
     if not home.exists():
         os.rename(scratch, home)

@@ -6,6 +6,7 @@ Held-out sequences are never trained on; which ones are is decided by a hash of 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -91,8 +92,8 @@ class FeatureCache:
             batch = missing[i : i + _BATCH]
             ids = [(r.prompt_ids + r.output_ids)[: self._longest] for r in batch]
             for r, f in zip(batch, self._compute(ids, [len(r.prompt_ids) for r in batch]), strict=True):
-                found[r.request_id] = f
-                self._keep(r.request_id, f)
+                found[r.request_id] = logged = dataclasses.replace(f, accepted=tuple(r.accepted))
+                self._keep(r.request_id, logged)
         for request_id in found:
             if request_id in self._kept:
                 self._kept.move_to_end(request_id)

@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from redis.exceptions import RedisError
 
+from adaflash.target import target_shape
 from trainer.config import TrainerConfig
 from trainer.gate import Verdict
 from trainer.learner import Learner
@@ -64,7 +65,8 @@ class Actors:
         # Spinning OpenMP threads would starve whatever shares the machine.
         env = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
         self._options: dict[str, Any] = {"runtime_env": {"env_vars": env}}
-        where = (config.redis_url, config.served_name, fingerprint, config.round.max_sequence)
+        vocabulary = target_shape(config.model).vocab_size
+        where = (config.redis_url, config.served_name, fingerprint, vocabulary, config.round.max_sequence)
         self._reader = ray.remote(Reader).options(num_cpus=0, max_restarts=-1, **self._options).remote(*where)
         self._learner = self._start_learner()
 

@@ -26,7 +26,7 @@ from trainer.config import TrainerConfig
 from trainer.gate import Verdict, judge
 
 STATE = "state.pt"
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 class StateError(UserError):
@@ -121,18 +121,12 @@ class Learner:
         """
         home = self.config.state
         home.mkdir(parents=True, exist_ok=True)
-        d = self.distiller
         state = {
             "schema": _SCHEMA,
             "fingerprint": self.fingerprint,
             "rounds": self.rounds,
-            "steps": d.steps,
             "entries": entries,
-            "drafter": d.drafter.state_dict(),
-            "averaged": d.averaged.state_dict(),
-            "muon": d.muon.state_dict(),
-            "adamw": d.adamw.state_dict(),
-            "generator": d.generator.get_state(),
+            "distiller": self.distiller.state(),
             "rollouts": [torch.frombuffer(bytearray(r.pack()), dtype=torch.uint8) for r in self.buffer.everything()],
         }
         scratch = home / (STATE + ".tmp")
@@ -147,13 +141,8 @@ class Learner:
         state = read_state(self.config.state, self.fingerprint)
         if state is None:
             return
-        d = self.distiller
-        d.drafter.load_state_dict(state["drafter"])
-        d.averaged.load_state_dict(state["averaged"])
-        d.muon.load_state_dict(state["muon"])
-        d.adamw.load_state_dict(state["adamw"])
-        d.generator.set_state(state["generator"])
-        d.steps, self.rounds, self.entries = state["steps"], state["rounds"], state["entries"]
+        self.distiller.restore(state["distiller"])
+        self.rounds, self.entries = state["rounds"], state["entries"]
         self.buffer.restore([unpack(bytes(t.numpy())) for t in state["rollouts"]])
 
 

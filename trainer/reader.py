@@ -15,7 +15,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from adaflash.connect import connect
 from adaflash.keys import Keys
-from adaflash.rollouts import FIELD, Rollout, RolloutError, unpack
+from adaflash.rollouts import FIELD, Rollout, RolloutError, unpack, unusable
 
 GROUP, CONSUMER = "trainer", "reader"
 _READ_MILLISECONDS = 1000
@@ -40,9 +40,10 @@ class Round:
 class Reader:
     """Runs as a Ray actor; one per trainer."""
 
-    def __init__(self, redis_url: str, model: str, target: str, longest: int) -> None:
+    def __init__(self, redis_url: str, model: str, target: str, vocabulary: int, longest: int) -> None:
         self._redis: Redis = connect(redis_url, timeout=5)
-        self._stream, self._target, self._longest = Keys(model).rollouts, target, longest
+        self._stream, self._target = Keys(model).rollouts, target
+        self._vocabulary, self._longest = vocabulary, longest
         self._given: set[str] = set()  # read by this process, not yet acknowledged
         self._pending_after: str | None = "0"  # where to go on in what was never acknowledged; None: nothing left there
 
@@ -113,10 +114,8 @@ class Reader:
             return
         if rollout.target != self._target:
             r.skip("other_target")
-        elif len(rollout.output_ids) < 2 or not rollout.prompt_ids:
-            r.skip("too_short")
-        elif len(rollout.prompt_ids) > self._longest - 2:
-            r.skip("prompt_too_long")
+        elif why := unusable(rollout.prompt_ids, rollout.output_ids, self._vocabulary, self._longest):
+            r.skip(why)
         else:
             r.rollouts.append(rollout)
 

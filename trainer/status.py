@@ -22,7 +22,7 @@ WAITING = Gauge("adaflash_trainer_waiting_rollouts", "Entries of the stream not 
 RELEASED = Gauge("adaflash_released_version", "Number of the last version this trainer released, -1 before.")
 RELEASED.set(-1)
 _TTL_SECONDS = 600
-_TERMS = ("loss", "cross_entropy", "reverse_kl", "clipped_share", "agreement")
+_TERMS = ("loss", "cross_entropy", "divergence", "clipped_share", "agreement")
 
 
 def collected(r: Round) -> None:

@@ -26,6 +26,7 @@ IMPORT_PATH = "serving.sglang_plugin.loader.load"
 MESSAGE = "adaflash.swap"
 RECEIPT = "loaded"
 
+_HEADS = ("thresh_head_two_model.", "confidence_head.")
 _PARTS = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -64,7 +65,7 @@ def _read(directory: Path) -> dict[str, Tensor]:
     resolved = directory.resolve()
     if root not in resolved.parents:
         raise PermissionError(f"{directory} is outside the staging folder")
-    return load_file(resolved / "model.safetensors")
+    return without_heads(load_file(resolved / "model.safetensors"))
 
 
 def _replace(model: Any, weights: dict[str, Tensor]) -> None:
@@ -84,6 +85,11 @@ def _replace(model: Any, weights: dict[str, Tensor]) -> None:
         raise
     finally:
         _synchronize()
+
+
+def without_heads(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The trunk's tensors: length and confidence heads have no place in a draft model that verifies whole blocks."""
+    return {n: t for n, t in weights.items() if not n.startswith(_HEADS)}
 
 
 def _shared(name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.auxiliary_output import append_auxiliary_output
 
-from serving.sglang_plugin import SUPPORTED_SGLANG, receipts
+from serving.sglang_plugin import SUPPORTED_SGLANG, last_layer, receipts
 from serving.sglang_plugin.capture import StepOnDevice, start_capture
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,10 @@ def extend(worker_class: Any) -> Any:
 
             rank = int(get_parallel().tp_rank)
             _workers.add(self)
+            draft = draft_model(self).draft_config
+            last_layer.install(
+                self.target_worker.model_runner.model, draft.target_layer_ids or (), draft.num_target_layers or 0
+            )
             salt_prefix_cache_by_version()
             self._adaflash_capture = start_capture(self) if rank == 0 else None
             receipts.write(receipts.STARTED, rank, **describe(self))

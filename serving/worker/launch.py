@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaflash.checkpoint import check_weights, read_drafter_config, read_weights
-from adaflash.drafter import DrafterConfig
+from adaflash.drafter_config import DrafterConfig
 from adaflash.target import target_shape
 from serving.sglang_plugin import loader, receipts
 from serving.worker.config import WorkerConfig

@@ -13,7 +13,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaflash.drafter import DrafterConfig
+from adaflash.drafter_config import DrafterConfig
 from adaflash.versions import Manifest, VersionStore, label, verify
 from serving.sglang_plugin import loader, receipts
 from serving.worker.client import Engine, EngineError

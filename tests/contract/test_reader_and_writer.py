@@ -5,14 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+from adaflash.export import ExportError, export
 from adaflash.keys import Keys
 from adaflash.rollouts import FIELD, unpack
+from adaflash.samples import Sample, read_samples
 from serving.sglang_plugin.capture import Finished
 from serving.sglang_plugin.writer import QUEUE_LIMIT, RolloutWriter
 from tests.unit.test_rollouts import record
 from trainer.reader import GROUP, Reader
 
 KEYS = Keys("m")
+VOCABULARY = 1 << 30
 
 
 class Counts:
@@ -48,11 +51,11 @@ def client(redis_server):
 
 def test_unacknowledged_rollouts_come_again_after_a_restart_and_acknowledged_ones_do_not(redis_server, client):
     put(client, *named("a"))
-    first = Reader(redis_server.url, "m", "t", 2048)
+    first = Reader(redis_server.url, "m", "t", VOCABULARY, 2048)
     first.acknowledge(first.collect(1, 5).entries)
     put(client, *named("b", "c"))
     assert ids(first.collect(2, 5)) == ["b", "c"]
-    again = Reader(redis_server.url, "m", "t", 2048)
+    again = Reader(redis_server.url, "m", "t", VOCABULARY, 2048)
     assert ids(again.collect(2, 5)) == ["b", "c"]
     put(client, *named("d"))
     assert ids(again.collect(1, 5)) == ["d"]
@@ -60,7 +63,7 @@ def test_unacknowledged_rollouts_come_again_after_a_restart_and_acknowledged_one
 
 def test_a_lost_learner_gets_its_rollouts_again(redis_server, client):
     put(client, *named("a", "b"))
-    reader = Reader(redis_server.url, "m", "t", 2048)
+    reader = Reader(redis_server.url, "m", "t", VOCABULARY, 2048)
     assert ids(reader.collect(2, 5)) == ["a", "b"]
     reader.rewind()
     assert ids(reader.collect(2, 5)) == ["a", "b"]
@@ -75,7 +78,7 @@ def test_unusable_entries_are_counted_by_reason_and_can_be_acknowledged(redis_se
         *named("ok"),
     )
     client.xadd(KEYS.rollouts, {b"other": b"field"})
-    reader = Reader(redis_server.url, "m", "t", 2048)
+    reader = Reader(redis_server.url, "m", "t", VOCABULARY, 2048)
     r = reader.collect(2, 2)
     assert ids(r) == ["ok"]
     assert r.skipped == {"malformed": 2, "other_target": 1, "too_short": 1}
@@ -85,20 +88,20 @@ def test_unusable_entries_are_counted_by_reason_and_can_be_acknowledged(redis_se
 
 def test_pending_entries_that_the_stream_lost_are_skipped(redis_server, client):
     put(client, *named("a", "b"))
-    Reader(redis_server.url, "m", "t", 2048).collect(2, 5)
+    Reader(redis_server.url, "m", "t", VOCABULARY, 2048).collect(2, 5)
     client.xtrim(KEYS.rollouts, maxlen=0)
     put(client, *named("c"))
-    assert ids(Reader(redis_server.url, "m", "t", 2048).collect(1, 5)) == ["c"]
+    assert ids(Reader(redis_server.url, "m", "t", VOCABULARY, 2048).collect(1, 5)) == ["c"]
 
 
 def test_the_reader_waits_no_longer_than_told(redis_server):
     started = time.monotonic()
-    assert Reader(redis_server.url, "m", "t", 2048).collect(5, 1.5).rollouts == []
+    assert Reader(redis_server.url, "m", "t", VOCABULARY, 2048).collect(5, 1.5).rollouts == []
     assert time.monotonic() - started < 4
 
 
 def test_the_reader_goes_on_when_redis_comes_back_empty(redis_server, client):
-    reader = Reader(redis_server.url, "m", "t", 2048)
+    reader = Reader(redis_server.url, "m", "t", VOCABULARY, 2048)
     put(client, *named("a"))
     assert ids(reader.collect(1, 5)) == ["a"]
     redis_server.kill()
@@ -163,19 +166,35 @@ def test_a_record_that_cannot_be_built_costs_only_itself_and_shows_no_token(redi
 
 def test_pending_entries_beyond_the_first_read_are_not_forgotten(redis_server, client):
     put(client, *[b"junk"] * 6, *named(*"abcdefgh"))
-    Reader(redis_server.url, "m", "t", 2048).collect(50, 1.5)  # dies with all of them pending
-    again = Reader(redis_server.url, "m", "t", 2048)
+    Reader(redis_server.url, "m", "t", VOCABULARY, 2048).collect(50, 1.5)  # dies with all of them pending
+    again = Reader(redis_server.url, "m", "t", VOCABULARY, 2048)
     seen = [i for _ in range(4) for i in ids(again.collect(2, 1.5))]
     assert seen == list("abcdefgh")
 
 
 def test_prompts_longer_than_training_allows_are_skipped(redis_server, client):
     put(client, *named("long", prompt_ids=[1] * 20), *named("ok"))
-    r = Reader(redis_server.url, "m", "t", 16).collect(1, 5)
+    r = Reader(redis_server.url, "m", "t", VOCABULARY, 16).collect(1, 5)
     assert (ids(r), r.skipped) == (["ok"], {"prompt_too_long": 1})
+
+
+def test_ids_outside_the_targets_vocabulary_are_skipped_and_counted(redis_server, client):
+    put(client, *named("high", prompt_ids=[1, 500]), *named("low", prompt_ids=[1, -3]), *named("ok"))
+    r = Reader(redis_server.url, "m", "t", 500, 2048).collect(1, 5)
+    assert (ids(r), r.skipped) == (["ok"], {"ids_out_of_range": 2})
 
 
 def test_a_round_takes_what_is_waiting_beyond_its_size_but_not_without_limit(redis_server, client):
     put(client, *named(*(str(i) for i in range(20))))
-    reader = Reader(redis_server.url, "m", "t", 2048)
+    reader = Reader(redis_server.url, "m", "t", VOCABULARY, 2048)
     assert [len(ids(reader.collect(3, 5))) for _ in range(2)] == [12, 8]
+
+
+def test_rollouts_are_exported_as_samples_without_anything_but_ids(redis_server, client, tmp_path):
+    put(client, *named(*"abc", domain="math"), b"junk")
+    out = tmp_path / "deep" / "samples.jsonl"
+    assert export(client, "m", out, count=3) == (2, 1)
+    samples, skipped = read_samples(out, 100, 64)
+    assert samples == [Sample([1, 2], [3, 4, 5, 6], "math", (2, 1))] * 2 and not skipped
+    with pytest.raises(ExportError, match="no rollouts of other"):
+        export(client, "other", out, 3)

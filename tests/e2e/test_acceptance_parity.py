@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from adaflash.acceptance import replay
 from adaflash.checkpoint import load_drafter, read_weights
@@ -18,6 +19,9 @@ from tests.e2e.servers import Worker, pad
 
 TOKENS = 33
 PROMPTS = [*walk_prompts(5, seed=21), *text_prompts(2)]
+
+
+AWKWARD = [("partial-llama3", "dspark"), ("partial-llama3", "dflash"), ("yarn-sliding", "dspark")]
 
 
 def expected(model: object, drafter: Path) -> tuple[list[list[int]], list[list[int]]]:
@@ -69,3 +73,27 @@ def test_one_checkpoint_serves_the_safe_mode_with_the_same_histograms(
     assert safe_mode.histograms(PROMPTS, TOKENS) == histograms
     outs = safe_mode.generate(PROMPTS, TOKENS, temperature=1.0, top_k=1)
     assert [o["output_ids"] for o in outs] == plain.greedy(PROMPTS, TOKENS)
+
+
+@pytest.mark.parametrize(("name", "route"), AWKWARD, ids="-".join)
+def test_awkward_configs_draft_in_sglang_what_our_forward_drafts(
+    name: str, route: str, tiny_home: Path, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """Partial rotary, scaled RoPE, a sliding layer, first and last target layer as context, a tied Qwen3 target."""
+    target, drafter = str(tiny_home / "tied"), tiny_home / "awkward" / name
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    ids, histograms = expected(model, drafter)
+    assert sum(k * n for h in histograms for k, n in enumerate(h)) > 20, "too little is accepted to prove anything"
+    arguments = ("--route", route, "--drafter", str(drafter))
+    worker = Worker(tmp_path / "worker.log", target, name, redis_server.url, tmp_path / "store", *arguments)
+    try:
+        worker.wait()
+        assert worker.greedy(PROMPTS, TOKENS) == ids
+        assert worker.histograms(PROMPTS, TOKENS) == histograms
+    finally:
+        worker.stop()
+    loaded = load_drafter(drafter)
+    teacher = Target(target, loaded.config.target_layer_ids, torch.float32)
+    features = teacher.features([p + o for p, o in zip(PROMPTS, ids, strict=True)], [len(p) for p in PROMPTS])
+    replayed = replay(loaded, features, teacher.embedding, teacher.head)
+    assert [len(s) for s in replayed.steps] == [sum(h) for h in histograms]

@@ -1,8 +1,9 @@
 """Replay against a walk in plain Python."""
 
+import pytest
 import torch
 
-from adaflash.acceptance import Acceptance, replay
+from adaflash.acceptance import Acceptance, Step, replay
 from tests import reference
 from tests.unit.test_drafter import CONFIG, EMBEDDING, features, make
 
@@ -38,6 +39,37 @@ def test_steps_cover_the_response_after_its_first_token_exactly():
     assert [sum(s) for s in got.steps] == [30 - 4 - 1, 0, 0]
 
 
+def walks(*emitted):
+    return Acceptance([[Step(0, e - 1, 6, e) for e in walk] for walk in emitted])
+
+
 def test_tau_is_one_without_any_step():
-    assert Acceptance([[], []]).tau == 1.0
-    assert Acceptance([[3, 1], [2]]).tau == 2.0
+    assert walks([], []).tau == 1.0
+    assert walks([3, 1], [2]).tau == 2.0
+
+
+def test_tau_by_domain_and_by_output_position():
+    a = Acceptance([[Step(0, 2, 6, 3), Step(3, 0, 6, 1)], [Step(0, 4, 6, 5), Step(5, 1, 6, 2)]])
+    assert a.by(["math", "code"]) == {"code": 3.5, "math": 2.0}
+    assert a.by_position(4) == {0: 3.0, 4: 2.0}
+
+
+def test_slot_acceptance_is_conditional_and_ignores_slots_after_the_end():
+    # Runs of 2, 0 and 1; the last step is cut by the end of its sequence, so its slot 2 is unknown.
+    a = Acceptance([[Step(0, 2, 6, 3), Step(3, 0, 6, 1), Step(4, 1, 6, 1)]])
+    assert a.per_slot(4) == [pytest.approx(2 / 3), 1.0, 0.0]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+def test_a_verify_rule_limits_what_a_step_can_take(limit):
+    drafter = make()
+    head = torch.randn(60, 32, generator=torch.Generator().manual_seed(2))
+    head[7] *= 6
+    f = features(24, 5)
+    f.ids[8:14] = 7
+    free = replay(drafter, [f], EMBEDDING, head)
+    held = replay(drafter, [f], EMBEDDING, head, lambda _, states: torch.full((len(states),), limit))
+    assert max(max(s) for s in free.steps) > 2
+    assert all(s.emitted <= limit and s.verified == limit for s in held.walks[0])
+    assert held.verified == limit
+    assert sum(held.steps[0]) == sum(free.steps[0])

@@ -1,53 +1,105 @@
-"""Offline pre-training on the tiny target: it learns, it says what it did, and bad prompts are named."""
+"""Offline pre-training on the tiny target: it learns, goes on after an interruption, and never mixes two runs."""
 
-from pathlib import Path
+import json
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
 from adaflash.checkpoint import load_drafter
-from adaflash.pretrain import PretrainError, pretrain, read_prompts, until_stop
+from adaflash.cli import app
+from adaflash.distill import DistillConfig
+from adaflash.errors import UserError
+from adaflash.pretrain import PretrainError, PretrainOptions, discard, pretrain
+from adaflash.samples import Conversation
+
+TALK = [Conversation([{"role": "user", "content": f"item {i}"}], "ab"[i % 2]) for i in range(20)]
+
+
+class Enough(Exception):
+    pass
+
+
+def run(target_dir, out, talk=TALK, progress=lambda *_: None, **change):
+    options = dict(steps=25, max_tokens=24, start="", layers=1, block=8, seed=0, length_head=False)
+    return pretrain(PretrainOptions(target_dir, **options | change, distill=DistillConfig()), talk, out, progress)
 
 
 def test_it_raises_replayed_tau_and_writes_a_drafter_that_loads(target_dir, tmp_path):
     seen = []
-    prompts = [[{"role": "user", "content": f"item {i}"}] for i in range(20)]
-    r = pretrain(
-        target_dir,
-        prompts,
-        tmp_path / "out",
-        steps=25,
-        max_tokens=24,
-        start=None,
-        layers=1,
-        block=8,
-        seed=0,
-        progress=lambda what, done, total: seen.append((what, done, total)),
-    )
-    assert r.tau_after > r.tau_before + 0.3
+    r = run(target_dir, tmp_path / "out", progress=lambda what, done, total: seen.append((what, done, total)))
+    assert r.after.tau > r.before.tau + 0.3
+    assert set(r.after.by(r.domains)) == {"a", "b"}
     assert load_drafter(tmp_path / "out").config.num_hidden_layers == 1
-    assert ("the target answers", 20, 20) in seen
+    assert ("answers", 20, 20) in seen
     assert seen[-1] == ("distilling", 25, 25)
 
 
-def test_prompts_are_read_in_both_forms_without_their_old_answers(tmp_path: Path):
-    file = tmp_path / "p.jsonl"
-    rows = [
-        '{"prompt": "a"}',
-        "",
-        '{"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": "x"}]}',
-    ]
-    file.write_text("\n".join(rows))
-    assert read_prompts(file) == [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]
+def stop_at(what, number):
+    def progress(seen, done, total):
+        if (seen, done) == (what, number):
+            raise Enough
+
+    return progress
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"text": "a"}'])
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str):
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "a"}\n' + line + "\n")
-    with pytest.raises(PretrainError, match="line 2"):
-        read_prompts(file)
+def test_a_run_that_was_cut_off_twice_ends_as_one_that_was_not(target_dir, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(target_dir, whole)
+    with pytest.raises(Enough):
+        run(target_dir, parts, progress=stop_at("answers", 16))
+    with pytest.raises(Enough):
+        run(target_dir, parts, progress=stop_at("distilling", 22))
+    with (parts / "training" / "samples.jsonl").open("a") as f:
+        f.write('{"prompt_ids": [1, 2')  # torn by the interruption
+    seen = []
+    r = run(target_dir, parts, progress=lambda what, done, total: seen.append((what, done)))
+    assert r.resumed_at == 20
+    assert ("distilling", 21) in seen and ("answers", 20) not in seen
+    assert (whole / "training/samples.jsonl").read_text() == (parts / "training/samples.jsonl").read_text()
+    a, b = load_drafter(whole).state_dict(), load_drafter(parts).state_dict()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name])
 
 
-def test_answers_are_cut_after_the_first_stop_token():
-    assert until_stop([5, 2, 9, 2], {2}) == [5, 2]
-    assert until_stop([5, 9], {2}) == [5, 9]
+def test_more_steps_continue_a_finished_run(target_dir, tmp_path):
+    run(target_dir, tmp_path, steps=20)
+    r = run(target_dir, tmp_path, steps=24)
+    assert (r.resumed_at, r.steps) == (20, 24)
+
+
+def test_another_run_in_the_same_place_is_refused_by_what_differs(target_dir, tmp_path):
+    run(target_dir, tmp_path, steps=1)
+    with pytest.raises(PretrainError, match=r"another layers, seed.*--restart"):
+        run(target_dir, tmp_path, layers=2, seed=4)
+    discard(tmp_path)
+    run(target_dir, tmp_path, steps=1, layers=2, seed=4)
+
+
+def test_a_damaged_state_is_named_and_not_used(target_dir, tmp_path):
+    run(target_dir, tmp_path, steps=1)
+    (tmp_path / "training/state.pt").write_bytes(b"junk")
+    with pytest.raises(PretrainError, match=r"state.pt cannot be read.*--restart"):
+        run(target_dir, tmp_path, steps=2)
+
+
+def test_given_responses_are_learned_and_regenerated_on_request(target_dir, tmp_path):
+    file = tmp_path / "talk.jsonl"
+    messages = [{"role": "user", "content": "item"}, {"role": "assistant", "content": "given answer"}]
+    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for _ in range(4)))
+    common = ["pretrain", "--model", target_dir, "--prompts", str(file), "--steps", "1", "--layers", "1"]
+    outs = []
+    for name, extra in (("given", []), ("own", ["--regenerate"])):
+        done = CliRunner().invoke(app, [*common, "--out", str(tmp_path / name), *extra])
+        assert done.exit_code == 0, done.exception
+        assert "replayed tau" in done.output
+        outs.append(json.loads((tmp_path / name / "training/samples.jsonl").read_text().splitlines()[0])["output_ids"])
+    from tests import tiny
+
+    assert tiny.tokenizer().decode(outs[0], skip_special_tokens=True).strip() == "given answer"
+    assert outs[1] != outs[0]
+
+
+def test_a_wrong_loss_is_refused_with_the_known_ones(tmp_path):
+    failed = CliRunner().invoke(app, ["pretrain", "--out", str(tmp_path), "--loss", "mse"])
+    assert isinstance(failed.exception, UserError) and "dpace" in str(failed.exception)

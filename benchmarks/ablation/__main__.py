@@ -1,0 +1,82 @@
+"""Runs every variant with every seed, resumes where an earlier call stopped, and writes table and plot.
+
+Runs share nothing but the processor, so they go side by side, one thread each; how long a step takes is measured
+afterwards, one variant at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.ablation import report
+from benchmarks.ablation.jobs import enter, make_bench, run_job, start_job
+from benchmarks.ablation.run import start_path, step_seconds
+from benchmarks.ablation.variants import VARIANTS, Setting
+
+SETTINGS: tuple[Setting, ...] = ("scratch", "shift")
+
+
+def main() -> None:
+    """Command line."""
+    p = argparse.ArgumentParser(prog="python -m benchmarks.ablation", description=__doc__)
+    p.add_argument("--prompts", type=Path, nargs="*", default=[], help="JSONL conversations with domains math and code")
+    p.add_argument("--work", type=Path, default=Path("build/ablation"), help="samples and finished runs are kept here")
+    p.add_argument("--seeds", type=int, default=3)
+    p.add_argument("--sequences", type=int, default=80, help="training sequences per domain")
+    p.add_argument("--held-out", type=int, default=12, help="held-out sequences per domain")
+    p.add_argument("--processes", type=int, default=2, help="runs side by side, one thread each")
+    a = p.parse_args()
+    a.work.mkdir(parents=True, exist_ok=True)
+    file = a.work / "runs.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    done = {(r["setting"], r["variant"], r["seed"]) for r in rows}
+    todo = [(v, s) for s in range(a.seeds) for v in VARIANTS if (v.setting, v.name, s) not in done]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, n: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=n)
+
+        bench = make_bench(a, show)
+        starts = [(s, n) for n in range(a.seeds) for s in SETTINGS]
+        starts = [(s, n) for s, n in starts if not (start_path(bench, s, n) / "walks.json").is_file()]
+        with ProcessPoolExecutor(a.processes, get_context("spawn"), initializer=enter, initargs=(a,)) as pool:
+            for i, job in enumerate(as_completed([pool.submit(start_job, *s) for s in starts])):
+                job.result()
+                show("first drafters", i + 1, len(starts))
+            for i, job in enumerate(as_completed([pool.submit(run_job, *t) for t in todo])):
+                row = job.result()
+                bars.console.print(f"{row['setting']:8} {row['variant']:36} seed {row['seed']}: tau {row['tau']:.3f}")
+                rows.append(row)
+                with file.open("a") as f:
+                    f.write(json.dumps(row) + "\n")
+                show("runs", i + 1, len(todo))
+        for i, variant in enumerate(VARIANTS):
+            seconds = step_seconds(bench, variant)
+            for r in rows:
+                if (r["setting"], r["variant"]) == (variant.setting, variant.name):
+                    r["step_seconds"] = seconds
+            show("step times", i + 1, len(VARIANTS))
+    settings = {
+        "training_sequences": len(bench.data.training),
+        "held_out_sequences": len(bench.data.held_out),
+        "prompts": bench.data.source,
+        "seeds": a.seeds,
+        "threads": torch.get_num_threads(),
+    }
+    report.write(rows, settings)
+
+
+if __name__ == "__main__":
+    main()
