@@ -1,6 +1,7 @@
 .DEFAULT_GOAL := help
 PYTHON := .venv/bin/python
 DEMO_ARGS ?=
+PROMPTS ?= $(wildcard ../shared/data/*.jsonl)
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,7 +35,13 @@ lint: setup ## Style, formatting and types
 bench: setup ## Speed figures of this machine, as JSON and a table in benchmarks/results
 	@$(PYTHON) -m benchmarks.loop
 
+bench-step: setup ## Time and memory of a distillation step beside a straightforward one (benchmarks/results/distill_step.md)
+	@$(PYTHON) -m benchmarks.distill_step
+
+ablation: setup model ## What each choice of the distillation is worth; hours (PROMPTS="a.jsonl b.jsonl" for your own)
+	@OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.ablation --prompts $(PROMPTS)
+
 clean: ## Remove what was built in the clone (the cache outside it stays)
 	@rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup setup-gpu model demo pretrain test test-unit lint bench clean
+.PHONY: help setup setup-gpu model demo pretrain test test-unit lint bench bench-step ablation clean

@@ -11,7 +11,7 @@ import typer
 
 Model = Annotated[str | None, typer.Option(help="Target. Default: SmolLM2-135M-Instruct, converted once.")]
 Samples = Annotated[Path, typer.Option(help="JSONL with 'prompt_ids' and 'output_ids' (see adaflash rollouts).")]
-Restart = Annotated[bool, typer.Option("--restart", help="Discard an earlier, unfinished run in --out.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Discard what an earlier run for --out left behind.")]
 
 
 @contextlib.contextmanager
@@ -108,17 +108,15 @@ def fit_length_head(
     restart: Restart = False,
 ) -> None:
     """Fit and calibrate the length and confidence heads on samples of current traffic; the drafter itself stays."""
-    import shutil
-
     from adaflash.bootstrap import target_dtype
     from adaflash.checkpoint import checkpoint_dtype, load_drafter, save_drafter
     from adaflash.fit_heads import LEAST_SURVIVAL, RATE, fit_heads, with_heads
-    from adaflash.pretrain import LONGEST
+    from adaflash.pretrain import LONGEST, discard, work_folder
     from adaflash.samples import featurize, read_samples
     from adaflash.target import Target, target_shape
 
     if restart:
-        shutil.rmtree(out / "training", ignore_errors=True)
+        discard(out)
     fitted = with_heads(load_drafter(drafter), seed)
     with progress_bars() as show:
         path = _target(model, show)
@@ -127,10 +125,10 @@ def fit_length_head(
         target = Target(path, fitted.config.target_layer_ids, target_dtype(path))
         features = featurize(target, found, LONGEST, show)
         fitted.to(target.device)
-        work = out / "training"
+        work = work_folder(out)
         r = fit_heads(fitted, target, features, work, steps=steps, rate=rate, seed=seed, progress=show)
     save_drafter(fitted, out, checkpoint_dtype(drafter))
-    shutil.rmtree(out / "training", ignore_errors=True)
+    discard(out)
     print(f"{out}: calibration error {r.error_before:.3f} -> {r.error_after:.3f} on held-out samples")
     if skipped:
         print("  unusable samples: " + ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items())))

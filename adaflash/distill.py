@@ -45,6 +45,7 @@ class DistillConfig(BaseModel):
     average: float = Field(0.95, ge=0, lt=1, description="decay of the running average of weights; 0: none")
     vector_learning_rate: float = Field(1e-3, gt=0, description="AdamW, for the norms")
     head_learning_rate: float = Field(2e-4, gt=0, description="AdamW, for the length and confidence heads")
+    compile: bool = Field(False, description="torch.compile for the drafter's feed-forward; needs a C++ compiler")
     freeze_context: bool = Field(False, description="keep fc, hidden_norm, k_proj, v_proj and k_norm as they are")
 
     def loss_settings(self) -> LossSettings:
@@ -87,6 +88,9 @@ class Distiller:
         self.generator = torch.Generator().manual_seed(seed)
         self.steps = 0
         self.average = WeightAverage(drafter, config.average)
+        if config.compile:
+            for layer in drafter.layers:
+                layer.mlp.compile()  # in place: parameter names stay
 
     @property
     def averaged(self) -> Drafter:

@@ -1,7 +1,7 @@
 """`adaflash fit-length-head`: gives a drafter its length and confidence heads, or refits and calibrates those it has.
 
 The drafter's trunk stays bit for bit what it was. To be run after a drafter changed, on samples of current traffic;
-progress is kept under `<out>/training/`, so that an interrupted run goes on where it stopped.
+progress is kept in `<out>.training/`, so that an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations

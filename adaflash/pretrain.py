@@ -1,8 +1,8 @@
 """`adaflash pretrain`: offline distillation, so that the first request already meets a useful drafter.
 
 Conversations become samples (given responses, or the target's own), samples become features, and the drafter is
-distilled on them exactly as the trainer does it on traffic. Every stage is kept under `<out>/training/`, so that an
-interrupted run goes on where it stopped.
+distilled on them exactly as the trainer does it on traffic. Every stage is kept in `<out>.training/`, so that an
+interrupted run goes on where it stopped; the drafter's own directory holds nothing but the checkpoint.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Result:
 def pretrain(o: PretrainOptions, conversations: Sequence[Conversation], out: Path, progress: Progress) -> Result:
     """Answers, distils, and writes the drafter to `out`; Ctrl-C ends early and keeps what was learned."""
     began = time.monotonic()
-    work = out / "training"
+    work = work_folder(out)
     _claim(work, o, conversations)
     drafter = _first_drafter(o)
     target = Target(o.model, drafter.config.target_layer_ids, target_dtype(o.model))
@@ -130,9 +130,14 @@ def _claim(work: Path, o: PretrainOptions, conversations: Sequence[Conversation]
     file.write_text(json.dumps(mine))
 
 
+def work_folder(out: Path) -> Path:
+    """Where the stages of a run that writes to `out` are kept."""
+    return out.with_name(out.name + ".training")
+
+
 def discard(out: Path) -> None:
-    """Forgets an earlier run in `out`."""
-    shutil.rmtree(out / "training", ignore_errors=True)
+    """Forgets an earlier run for `out`."""
+    shutil.rmtree(work_folder(out), ignore_errors=True)
 
 
 def _samples(

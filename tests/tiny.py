@@ -99,6 +99,8 @@ def make_target(out: Path, *, tied_qwen: bool = False, layers: int = 4, steps: i
 
 AWKWARD = {
     "partial-llama3": {
+        "length_head": 16,
+        "confidence_head": True,
         "target_layer_ids": (0, 1, 3),  # the first and the last layer
         "partial_rotary_factor": 0.5,
         "rope_scaling": {

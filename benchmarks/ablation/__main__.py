@@ -1,7 +1,6 @@
 """Runs every variant with every seed, resumes where an earlier call stopped, and writes table and plot.
 
-Runs share nothing but the processor, so they go side by side, one thread each; how long a step takes is measured
-afterwards, one variant at a time.
+Where there are many cores, runs may go side by side; how long a step takes is measured afterwards, alone.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def main() -> None:
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--sequences", type=int, default=80, help="training sequences per domain")
     p.add_argument("--held-out", type=int, default=12, help="held-out sequences per domain")
-    p.add_argument("--processes", type=int, default=2, help="runs side by side, one thread each")
+    p.add_argument("--processes", type=int, default=1, help="runs side by side, sharing the threads")
     a = p.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)
     file = a.work / "runs.jsonl"

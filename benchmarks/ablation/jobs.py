@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def make_bench(a: argparse.Namespace, show: Progress) -> Bench:
 def enter(a: argparse.Namespace) -> None:
     """In each process, once."""
     global _bench
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // a.processes))
     _bench = make_bench(a, lambda *_: None)
 
 

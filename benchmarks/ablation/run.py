@@ -25,7 +25,7 @@ from benchmarks.ablation.data import Data
 from benchmarks.ablation.variants import BASE, Setting, Variant
 
 SEQUENCES, ANCHORS = 8, 48
-STEPS = {"scratch": 80, "shift": 40}
+STEPS = {"scratch": 60, "shift": 40}
 EVERY = 20  # steps between two evaluations; the logs of a serving drafter are renewed then
 OLD_DOMAIN, NEW_DOMAIN = "code", "math"
 START_STEPS = 100

@@ -42,7 +42,6 @@ VARIANTS = [
     Variant("baseline: half new, half replayed", "shift"),
     Variant("all new, no replay", "shift", new_share=1.0),
     Variant("anchors at rejections", "shift", {"anchors_at": "rejections"}),
-    Variant("anchors half at rejections", "shift", {"anchors_at": "mixed"}),
     Variant("draft_opd, anchors at rejections", "shift", {"loss": "draft_opd", "anchors_at": "rejections"}),
     Variant("frozen context side", "shift", {"freeze_context": True}),
 ]

@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adaflash.bootstrap import drafter_config
+from adaflash.checkpoint import load_drafter
 from adaflash.drafter import random_drafter
+from adaflash.fit_heads import with_heads
 from adaflash.keys import Keys
 from adaflash.release import read_events
 from adaflash.versions import sha256
@@ -48,6 +50,15 @@ def test_after_a_swap_acceptance_is_that_of_a_fresh_worker_also_for_cached_promp
     assert sum(o["meta_info"]["cached_tokens"] for o in again) > 0, "the prefix cache is off; nothing could go stale"
     fleet.run("good")
     assert fleet.worker.histograms(PROMPTS, TOKENS) == fresh != before
+
+
+def test_a_version_with_length_heads_swaps_in_and_drafts_as_one_without(fleet: Fleet, fresh: list[list[int]]) -> None:
+    headed = with_heads(load_drafter(fleet.drafters / "good"), 0)
+    number = fleet.store.publish(headed, torch.float32, target=fleet.fingerprint, parent=None).number
+    fleet.run("weak")
+    fleet.promote(number)
+    fleet.wait(lambda e: e.version == f"v{number}" and e.state == "ready")
+    assert fleet.worker.histograms(PROMPTS, TOKENS) == fresh
 
 
 def test_a_swap_changes_the_draft_alone_and_says_so(fleet: Fleet) -> None:

@@ -177,6 +177,14 @@ def test_heads_learn_beside_the_drafter_without_moving_it():
             assert torch.equal(p, dict(with_heads.averaged.named_parameters())[n]), n
 
 
+def test_a_compiled_step_computes_the_same():
+    batch = [features(40, 3), features(36, 4, seed=3)]
+    plain, compiled = distiller(), distiller(compile=True)
+    for _ in range(2):
+        assert plain.step(batch).loss == pytest.approx(compiled.step(batch).loss, rel=1e-4)
+    assert compiled.averaged.state_dict().keys() == plain.averaged.state_dict().keys()
+
+
 def test_a_restored_distiller_continues_exactly():
     first = distiller()
     batch = [features(40, 3), features(36, 4, seed=3)]

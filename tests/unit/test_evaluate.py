@@ -78,7 +78,7 @@ def test_fitted_heads_are_written_and_evaluated(samples, target_dir, drafter_dir
     assert load_drafter(out).config.with_heads(length_head=None, confidence_head=False) == (
         load_drafter(drafter_dir / "weak").config
     )
-    assert not (out / "training").exists()
+    assert not (tmp_path / "fitted.training").exists()
     invoke("eval", "--drafter", out, "--json", tmp_path / "e.json", *common)
     (row,) = json.loads((tmp_path / "e.json").read_text())
     assert set(row["rules"]) == {"static", "length head", "survival"}

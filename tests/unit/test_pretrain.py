@@ -29,6 +29,7 @@ def test_it_raises_replayed_tau_and_writes_a_drafter_that_loads(target_dir, tmp_
     seen = []
     r = run(target_dir, tmp_path / "out", progress=lambda what, done, total: seen.append((what, done, total)))
     assert r.after.tau > r.before.tau + 0.3
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
     assert set(r.after.by(r.domains)) == {"a", "b"}
     assert load_drafter(tmp_path / "out").config.num_hidden_layers == 1
     assert ("answers", 20, 20) in seen
@@ -50,37 +51,40 @@ def test_a_run_that_was_cut_off_twice_ends_as_one_that_was_not(target_dir, tmp_p
         run(target_dir, parts, progress=stop_at("answers", 16))
     with pytest.raises(Enough):
         run(target_dir, parts, progress=stop_at("distilling", 22))
-    with (parts / "training" / "samples.jsonl").open("a") as f:
+    with (tmp_path / "parts.training/samples.jsonl").open("a") as f:
         f.write('{"prompt_ids": [1, 2')  # torn by the interruption
     seen = []
     r = run(target_dir, parts, progress=lambda what, done, total: seen.append((what, done)))
     assert r.resumed_at == 20
     assert ("distilling", 21) in seen and ("answers", 20) not in seen
-    assert (whole / "training/samples.jsonl").read_text() == (parts / "training/samples.jsonl").read_text()
+    assert (tmp_path / "whole.training/samples.jsonl").read_text() == (
+        tmp_path / "parts.training/samples.jsonl"
+    ).read_text()
     a, b = load_drafter(whole).state_dict(), load_drafter(parts).state_dict()
     for name in a:
         torch.testing.assert_close(a[name], b[name])
 
 
 def test_more_steps_continue_a_finished_run(target_dir, tmp_path):
-    run(target_dir, tmp_path, steps=20)
-    r = run(target_dir, tmp_path, steps=24)
+    run(target_dir, tmp_path / "out", steps=20)
+    r = run(target_dir, tmp_path / "out", steps=24)
     assert (r.resumed_at, r.steps) == (20, 24)
 
 
 def test_another_run_in_the_same_place_is_refused_by_what_differs(target_dir, tmp_path):
-    run(target_dir, tmp_path, steps=1)
+    out = tmp_path / "out"
+    run(target_dir, out, steps=1)
     with pytest.raises(PretrainError, match=r"another layers, seed.*--restart"):
-        run(target_dir, tmp_path, layers=2, seed=4)
-    discard(tmp_path)
-    run(target_dir, tmp_path, steps=1, layers=2, seed=4)
+        run(target_dir, out, layers=2, seed=4)
+    discard(out)
+    run(target_dir, out, steps=1, layers=2, seed=4)
 
 
 def test_a_damaged_state_is_named_and_not_used(target_dir, tmp_path):
-    run(target_dir, tmp_path, steps=1)
-    (tmp_path / "training/state.pt").write_bytes(b"junk")
+    run(target_dir, tmp_path / "out", steps=1)
+    (tmp_path / "out.training/state.pt").write_bytes(b"junk")
     with pytest.raises(PretrainError, match=r"state.pt cannot be read.*--restart"):
-        run(target_dir, tmp_path, steps=2)
+        run(target_dir, tmp_path / "out", steps=2)
 
 
 def test_given_responses_are_learned_and_regenerated_on_request(target_dir, tmp_path):
@@ -93,7 +97,7 @@ def test_given_responses_are_learned_and_regenerated_on_request(target_dir, tmp_
         done = CliRunner().invoke(app, [*common, "--out", str(tmp_path / name), *extra])
         assert done.exit_code == 0, done.exception
         assert "replayed tau" in done.output
-        outs.append(json.loads((tmp_path / name / "training/samples.jsonl").read_text().splitlines()[0])["output_ids"])
+        outs.append(json.loads((tmp_path / f"{name}.training/samples.jsonl").read_text().splitlines()[0])["output_ids"])
     from tests import tiny
 
     assert tiny.tokenizer().decode(outs[0], skip_special_tokens=True).strip() == "given answer"
