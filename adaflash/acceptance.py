@@ -136,19 +136,33 @@ def replay(
         row = torch.tensor(live, device=device)
         anchor = torch.tensor([anchors[i] for i in live], device=device)
         states = drafter(context, row, anchor, drafter.block_embeddings(embedding, ids[row, anchor]))
-        # Two-dimensional: on a strided 3-D input torch copies the whole transposed head at every call.
-        flat = states[:, 1:].flatten(0, 1).to(head.dtype)
-        proposed = F.linear(flat, head).argmax(-1).view(len(live), width - 1)
-        if vocabulary is not None:
-            proposed = vocabulary[proposed]
         wanted = ids[row[:, None], anchor[:, None] + torch.arange(1, width, device=device)]
-        runs = (proposed == wanted).long().cumprod(-1).sum(-1).tolist()
+        runs = _runs(states[:, 1:], wanted, head, vocabulary).tolist()
         verified = [width] * len(live) if rule is None else rule(drafter, states).tolist()
         for i, run, rows in zip(live, runs, verified, strict=True):
             emitted = min(run + 1, rows, lengths[i] - 1 - anchors[i])
             walks[i].append(Step(anchors[i] - features[i].prompt, run, rows, emitted))
             anchors[i] += emitted
     return Acceptance(walks)
+
+
+def _runs(states: Tensor, wanted: Tensor, head: Tensor, vocabulary: Tensor | None) -> Tensor:
+    """Leading slots whose argmax is the wanted token: states [n, S, H], wanted [n, S] -> int64 [n].
+
+    Slot by slot, and only for blocks that are right so far: the head is most of a replay's work, and most blocks of a
+    young drafter are wrong at once.
+    """
+    run = torch.zeros(len(states), dtype=torch.int64, device=states.device)
+    right = torch.arange(len(states), device=states.device)
+    for slot in range(states.shape[1]):
+        proposed = F.linear(states[right, slot].to(head.dtype), head).argmax(-1)
+        if vocabulary is not None:
+            proposed = vocabulary[proposed]
+        right = right[proposed == wanted[right, slot]]
+        if not len(right):
+            break
+        run[right] += 1
+    return run
 
 
 def _pad(rows: Sequence[Tensor], extra: int) -> Tensor:

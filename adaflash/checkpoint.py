@@ -7,6 +7,7 @@ other projects exist here and nowhere else: AdaFlash's name of the length head, 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from adaflash.drafter import Drafter
 from adaflash.drafter_config import DrafterConfig, DrafterConfigError
 from adaflash.errors import UserError
+from adaflash.fingerprints import fingerprint
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,11 +38,15 @@ def read_raw_config(directory: str | Path) -> dict[str, Any]:
     """The `config.json` as it stands."""
     path = Path(directory) / CONFIG
     try:
-        raw: dict[str, Any] = json.loads(path.read_text())
+        raw = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"no drafter at {directory}: {CONFIG} is missing") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise CheckpointError(f"no drafter at {directory}: {error.strerror}; give the directory") from None
+    except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
     return raw
 
 
@@ -110,7 +116,10 @@ def check_weights(config: DrafterConfig, weights: Mapping[str, Tensor]) -> None:
 
 
 def save_drafter(drafter: Drafter, directory: str | Path, dtype: torch.dtype) -> None:
-    """Writes a checkpoint in `dtype`, its heads in fp32; the directory is created and its files are replaced."""
+    """Writes a checkpoint in `dtype`, its heads in fp32; the directory is created, each of its files replaced at once.
+
+    Shards and index of an earlier checkpoint in the same directory go, since loaders would prefer them.
+    """
     out = Path(directory)
     out.mkdir(parents=True, exist_ok=True)
     trunk = {n for n, _ in drafter.trunk_parameters()}
@@ -118,8 +127,24 @@ def save_drafter(drafter: Drafter, directory: str | Path, dtype: torch.dtype) ->
         _their_name(n): t.detach().to(dtype if n in trunk else torch.float32).contiguous()
         for n, t in drafter.state_dict().items()
     }
-    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
-    (out / CONFIG).write_text(json.dumps(drafter.config.to_checkpoint(dtype), indent=1))
+    save_file(tensors, out / (WEIGHTS + ".tmp"), metadata={"format": "pt"})
+    os.replace(out / (WEIGHTS + ".tmp"), out / WEIGHTS)
+    write_config(out, drafter.config.to_checkpoint(dtype))
+    for old in [*out.glob("model-*-of-*.safetensors"), out / INDEX]:
+        old.unlink(missing_ok=True)
+
+
+def write_config(directory: Path, raw: Mapping[str, Any]) -> None:
+    """Replaces the `config.json`."""
+    scratch = directory / (CONFIG + ".tmp")
+    scratch.write_text(json.dumps(raw, indent=1))
+    os.replace(scratch, directory / CONFIG)
+
+
+def weights_fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """sha256 over names and values."""
+    parts = ((n.encode(), t.detach().cpu().contiguous().view(torch.uint8)) for n, t in sorted(weights.items()))
+    return fingerprint(x for name, t in parts for x in (name, t.numpy().tobytes()))
 
 
 def load_drafter(directory: str | Path) -> Drafter:

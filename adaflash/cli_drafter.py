@@ -28,13 +28,19 @@ def init(
 ) -> None:
     """Make a random drafter for a target, with a checked config."""
     from adaflash.bootstrap import init_drafter
+    from adaflash.errors import UserError
 
+    try:
+        chosen = [int(i) for i in layer_ids.split(",")] if layer_ids else None
+    except ValueError:
+        raise UserError(f"--layer-ids {layer_ids}: expected numbers with commas, such as 1,8,14") from None
+    _check_dtype(dtype)
     c = init_drafter(
         target,
         out,
         layers=layers,
         block=block,
-        layer_ids=[int(i) for i in layer_ids.split(",")] if layer_ids else None,
+        layer_ids=chosen,
         mask_token_id=mask_token_id,
         length_head=length_head,
         dtype=dtype,
@@ -86,8 +92,14 @@ def convert(
 
     if layout not in get_args(Layout):
         raise UserError(f"--layout {layout}: expected one of {', '.join(get_args(Layout))}")
-    if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise UserError(f"--dtype {dtype}: expected float32, bfloat16 or float16")
+    _check_dtype(dtype)
     c = rewrite(source, out, cast(Layout, layout), dtype=dtype, target=target)
     heads = " and ".join(n for n, has in (("length", c.length_head), ("confidence", c.confidence_head)) if has)
     print(f"{out}: {layout} layout, {c.num_hidden_layers} layers, block {c.block_size}, heads: {heads or 'none'}")
+
+
+def _check_dtype(dtype: str | None) -> None:
+    from adaflash.errors import UserError
+
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise UserError(f"--dtype {dtype}: expected float32, bfloat16 or float16")

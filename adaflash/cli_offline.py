@@ -60,13 +60,14 @@ def pretrain(
     restart: Restart = False,
 ) -> None:
     """Distil a drafter offline, so that serving starts with a useful one; run it again to go on where it stopped."""
+    import shutil
     from itertools import islice
 
     from pydantic import ValidationError
 
     from adaflash.distill import DistillConfig
     from adaflash.errors import UserError, one_line
-    from adaflash.pretrain import PretrainOptions, discard
+    from adaflash.pretrain import PretrainOptions, work_folder
     from adaflash.pretrain import pretrain as distil
     from adaflash.samples import Conversation, read_conversations
     from demo.prompts import prompts as demo_prompts
@@ -81,7 +82,7 @@ def pretrain(
     except ValidationError as error:
         raise UserError(one_line(error)) from None
     if restart:
-        discard(out)
+        shutil.rmtree(work_folder(out), ignore_errors=True)
     with progress_bars() as show:
         options = PretrainOptions(
             _target(model, show), steps, max_tokens, str(drafter or ""), layers, block, seed, length_head, config
@@ -102,6 +103,7 @@ def fit_length_head(
     out: Annotated[Path, typer.Option(help="Directory to write; may be the drafter's own.")],
     samples: Samples,
     model: Model = None,
+    count: Annotated[int, typer.Option(help="Samples to use; their features are held in memory.", min=2)] = 256,
     steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 300,
     rate: Annotated[float, typer.Option(help="AdamW learning rate.", min=0)] = 1e-3,
     seed: Annotated[int, typer.Option(help="Seed of order and anchors.")] = 0,
@@ -111,24 +113,25 @@ def fit_length_head(
     from adaflash.bootstrap import target_dtype
     from adaflash.checkpoint import checkpoint_dtype, load_drafter, save_drafter
     from adaflash.fit_heads import LEAST_SURVIVAL, RATE, fit_heads, with_heads
-    from adaflash.pretrain import LONGEST, discard, work_folder
+    from adaflash.pretrain import LONGEST
     from adaflash.samples import featurize, read_samples
     from adaflash.target import Target, target_shape
 
+    half_done = out.absolute().with_name(out.absolute().name + ".fitting")
     if restart:
-        discard(out)
+        half_done.unlink(missing_ok=True)
     fitted = with_heads(load_drafter(drafter), seed)
     with progress_bars() as show:
         path = _target(model, show)
         fitted.config.check_target(target_shape(path))
         found, skipped = read_samples(samples, target_shape(path).vocab_size, LONGEST)
         target = Target(path, fitted.config.target_layer_ids, target_dtype(path))
-        features = featurize(target, found, LONGEST, show)
+        features = featurize(target, found[:count], LONGEST, show)
         fitted.to(target.device)
-        work = work_folder(out)
-        r = fit_heads(fitted, target, features, work, steps=steps, rate=rate, seed=seed, progress=show)
+        half_done.parent.mkdir(parents=True, exist_ok=True)
+        r = fit_heads(fitted, target, features, half_done, steps=steps, rate=rate, seed=seed, progress=show)
     save_drafter(fitted, out, checkpoint_dtype(drafter))
-    discard(out)
+    half_done.unlink(missing_ok=True)
     print(f"{out}: calibration error {r.error_before:.3f} -> {r.error_after:.3f} on held-out samples")
     if skipped:
         print("  unusable samples: " + ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items())))
@@ -178,8 +181,8 @@ def rollouts(
     redis_url: Annotated[str | None, typer.Option(help="Redis. Default: $REDIS_URL or the local one.")] = None,
 ) -> None:
     """Save the newest logged rollouts as samples for eval and fit-length-head. Token ids only."""
-    from adaflash.connect import connect, url_from_environment
+    from adaflash.connect import require, url_from_environment
     from adaflash.export import export
 
-    written, skipped = export(connect(redis_url or url_from_environment(), timeout=10), name, out, count)
+    written, skipped = export(require(redis_url or url_from_environment()), name, out, count)
     print(f"{out}: {written} rollouts" + (f", {skipped} unreadable" if skipped else ""))

@@ -6,7 +6,6 @@ flat config of AdaFlash with its length head, `dflash` is the published DFlash l
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +15,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from adaflash.checkpoint import (
-    CONFIG,
     CheckpointError,
     build_drafter,
     check_weights,
@@ -24,6 +22,7 @@ from adaflash.checkpoint import (
     read_raw_config,
     read_weights,
     save_drafter,
+    write_config,
 )
 from adaflash.drafter_config import DrafterConfig
 from adaflash.target import read_config, target_shape
@@ -77,7 +76,7 @@ def convert(source: Path, out: Path, layout: Layout, *, dtype: str | None, targe
     wanted = checkpoint_dtype(source) if dtype is None else getattr(torch, dtype)
     save_drafter(drafter, out, wanted)
     if layout != "sglang":
-        (out / CONFIG).write_text(json.dumps(foreign_config(kept, layout, wanted), indent=1))
+        write_config(out, foreign_config(kept, layout, wanted))
     return kept
 
 

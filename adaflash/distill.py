@@ -5,7 +5,6 @@ Called by the trainer's learner and by the offline commands; all only choose whi
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from torch import Tensor
 
 from adaflash.anchors import AnchorKind, accepted_slots, draw_anchors
 from adaflash.drafter import Drafter
+from adaflash.errors import UserError
 from adaflash.heads import confidence_loss, length_loss
 from adaflash.losses import ClipKind, DistillLoss, LossName, LossSettings, Slots, distill
-from adaflash.optim import OptimizerName, Optimizers, WeightAverage
+from adaflash.optim import OptimizerName, Optimizers, WeightAverage, load_optimizer
 from adaflash.target import Features
 from adaflash.vocabulary import HiddenTeacher
 
@@ -73,6 +73,10 @@ class StepReport:
     slots: int
 
 
+class RestoreError(UserError):
+    """A saved state that does not belong to this configuration; the message names the setting."""
+
+
 class Distiller:
     """Owns drafter, optimisers and random state; everything needed to resume is in `state()`."""
 
@@ -104,7 +108,7 @@ class Distiller:
             return None
         blocks = draw_blocks(self.drafter, self.embedding, usable, self.config, self.generator)
         hidden = self.drafter(self.drafter.encode([f.context for f in usable]), *blocks.place, blocks.embeddings)
-        out = blocks.loss(hidden, self.head, self.config, overlap=self.drafter.confidence_head is not None)
+        out = blocks.loss(hidden, self.head, self.config, overlap=self.head_optimizer is not None)
         (out.loss + heads_loss(self.drafter, hidden.detach(), blocks, out)).backward()
         self.optimizers.step()
         if self.head_optimizer is not None:
@@ -129,6 +133,7 @@ class Distiller:
         """Tensors and numbers only; `restore` continues exactly."""
         return {
             "steps": self.steps,
+            "kind": self._kind(),
             "drafter": self.drafter.state_dict(),
             "averaged": self.averaged.state_dict(),
             "optimizers": self.optimizers.state_dict(),
@@ -136,14 +141,21 @@ class Distiller:
             "generator": self.generator.get_state(),
         }
 
+    def _kind(self) -> dict[str, Any]:
+        """The settings that decide which momenta there are."""
+        return {"optimizer": self.config.optimizer, "freeze_context": self.config.freeze_context}
+
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes up where `state` was made."""
+        """Takes up where `state` was made; raises RestoreError if that had other parameters to train."""
+        for key, value in self._kind().items():
+            if state["kind"].get(key) != value:
+                raise RestoreError(f"distill.{key} is {value} but the saved state has {state['kind'].get(key)}")
         self.steps = state["steps"]
         self.drafter.load_state_dict(state["drafter"])
         self.averaged.load_state_dict(state["averaged"])
         self.optimizers.load_state_dict(state["optimizers"])
         if self.head_optimizer is not None and state["heads"] is not None:
-            self.head_optimizer.load_state_dict(copy.deepcopy(state["heads"]))
+            load_optimizer(self.head_optimizer, state["heads"])
         self.generator.set_state(state["generator"])
 
 
@@ -152,13 +164,15 @@ class Blocks:
     """The drafted blocks of one step: n blocks of B slots on a batch of sequences.
 
     `place`: their sequence and anchor, each [n]; `embeddings` [n, B, H]; `inside` [n, B - 1]: slots before the end of
-    their sequence; `token` [n, B - 1] served tokens (0 outside); `rows`, `slots`: flat, for the m slots inside.
+    their sequence; `token` [n, B - 1] served tokens (0 outside); `greedy` [n]: the target's argmax was served;
+    `rows`, `slots`: flat, for the m slots inside.
     """
 
     place: tuple[Tensor, Tensor]
     embeddings: Tensor
     inside: Tensor
     token: Tensor
+    greedy: Tensor
     teacher_states: Tensor
     rows: Tensor
     slots: Slots
@@ -201,6 +215,7 @@ def draw_blocks(
         drafter.block_embeddings(embedding, ids[starts[row] + anchor]),
         inside,
         token,
+        torch.tensor([f.greedy for f in batch], device=device)[row],
         torch.cat([f.final for f in batch]),
         at[inside],
         Slots(block[inside], slot[inside], token[inside], accepted[inside]),
@@ -215,7 +230,11 @@ def heads_loss(drafter: Drafter, hidden: Tensor, blocks: Blocks, out: DistillLos
         # A block cut by the end of its sequence says nothing about how far the run would have gone.
         whole = blocks.inside[:, -1]
         if bool(whole.any()):
-            run = matched.long().cumprod(-1).sum(-1)
+            run = matched.float().cumprod(-1).sum(-1)
+            if out.overlap is not None:
+                # Sampled tokens say little about one block; its expected run under 1 - TV per slot says it all.
+                expected = blocks.spread(out.overlap).cumprod(-1).sum(-1)
+                run = torch.where(blocks.greedy, run, expected)
             loss = loss + length_loss(drafter.length_head(hidden[whole]), run[whole], drafter.config.block_size)
     if drafter.confidence_head is not None and out.overlap is not None:
         loss = loss + confidence_loss(drafter.confidence_head.raw(hidden), blocks.spread(out.overlap), blocks.inside)

@@ -19,7 +19,17 @@ ARCHITECTURE = "DFlashDraftModel"
 SLIDING, FULL = "sliding_attention", "full_attention"
 LayerType = Literal["full_attention", "sliding_attention"]
 _NESTED = ("mask_token_id", "target_layer_ids", "block_size", "num_target_layers")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+# Read by one of transformers and SGLang, or differently by both.
+_ROPE_REFUSED = (
+    *("rope_dim", "mrope_section", "attention_factor", "attn_factor", "extrapolation_factor"),
+    *("mscale", "mscale_all_dim", "truncate"),
+)
 
 # Keys that change what a drafter computes and that this implementation does not compute.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -99,8 +109,11 @@ class DrafterConfig(BaseModel):
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} x partial_rotary_factor rotates {self.rotary_dim}, not even")
         kind = (self.rope_scaling or {}).get("rope_type", "default")
-        if kind not in _ROPE_TYPES:
-            raise ValueError(f"rope_scaling type {kind!r} is not supported; known: {', '.join(_ROPE_TYPES)}")
+        if kind not in _ROPE_NEEDS:
+            raise ValueError(f"rope_scaling type {kind!r} is not supported; known: {', '.join(_ROPE_NEEDS)}")
+        missing = [key for key in _ROPE_NEEDS[kind] if not isinstance((self.rope_scaling or {}).get(key), int | float)]
+        if missing:
+            raise ValueError(f"rope_scaling {kind} needs a number for {missing[0]}")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers")
         if SLIDING in (self.layer_types or ()) and self.sliding_window is None:
@@ -174,6 +187,8 @@ class DrafterConfig(BaseModel):
     @classmethod
     def from_checkpoint(cls, raw: Mapping[str, Any]) -> DrafterConfig:
         """Reads a flat or nested `config.json`; raises DrafterConfigError naming the key that cannot be used."""
+        if not isinstance(raw, Mapping):
+            raise DrafterConfigError("config.json is not a JSON object")
         if raw.get("architectures") != [ARCHITECTURE]:
             raise DrafterConfigError(f"architectures is {raw.get('architectures')}, expected ['{ARCHITECTURE}']")
         nested: Mapping[str, Any] = raw.get("dflash_config") or {}
@@ -182,7 +197,7 @@ class DrafterConfig(BaseModel):
         known |= {k: nested[k] for k in _NESTED if k in nested}
         known.pop("length_head", None), known.pop("confidence_head", None)
         known |= _rope(raw)
-        if SLIDING not in (known.get("layer_types") or ()):
+        if set(known.get("layer_types") or ()) <= {FULL}:
             known.pop("sliding_window", None)
             known.pop("layer_types", None)
         if nested.get("use_thresh_head_two_model", raw.get("use_thresh_head_two_model")):
@@ -233,7 +248,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
         out["partial_rotary_factor"] = float(partial)
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)
-    for key in ("rope_dim", "mrope_section"):
+    for key in _ROPE_REFUSED:
         if rope.get(key) is not None:
             raise DrafterConfigError(f"rope_scaling {key} is not supported by this drafter implementation")
     if kind != "default":

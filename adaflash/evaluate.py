@@ -5,7 +5,6 @@ What was measured before for the same drafter and samples is read back from the 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +17,11 @@ from adaflash.bootstrap import target_dtype
 from adaflash.checkpoint import load_drafter
 from adaflash.drafter import Drafter
 from adaflash.errors import UserError
+from adaflash.fingerprints import fingerprint
 from adaflash.fit_heads import LEAST_SURVIVAL, RATE
 from adaflash.samples import Progress, Sample, featurize
 from adaflash.target import Features, Target, target_shape
+from adaflash.versions import target_fingerprint
 
 
 class EvaluateError(UserError):
@@ -45,25 +46,28 @@ def evaluate(
     loaded = [(path, load_drafter(path)) for path in drafters]
     for _, drafter in loaded:
         drafter.config.check_target(shape)
-    data = fingerprint([json.dumps([s.prompt_ids, s.output_ids, s.domain]).encode() for s in samples])
+    if known is not None:
+        known.parent.mkdir(parents=True, exist_ok=True)
+    ids = [json.dumps([s.prompt_ids, s.output_ids, s.domain]).encode() for s in samples]
+    data = fingerprint([target_fingerprint(model).encode(), *ids])
     old = _read(known)
     rows: list[dict[str, Any]] = []
     target: Target | None = None
     features: list[Features] = []
     for path, drafter in loaded:
         key = fingerprint([p.read_bytes() for p in sorted(path.iterdir()) if p.suffix in (".json", ".safetensors")])
-        row = next((r for r in old if (r["key"], r["samples"], r["bucket"]) == (key, data, bucket)), None)
+        row = next((r for r in old if _what(r) == (key, data, bucket)), None)
         if row is None:
-            ids = drafter.config.target_layer_ids
-            if target is None or target.layer_ids != ids:
-                target = Target(model, ids, target_dtype(model))
+            layers = drafter.config.target_layer_ids
+            if target is None or target.layer_ids != layers:
+                target = Target(model, layers, target_dtype(model))
                 features = featurize(target, samples, longest, progress)
             row = {"key": key, "samples": data, "bucket": bucket, "drafter": path.name}
             row |= measure(drafter.to(target.device), target, features, [s.domain for s in samples], bucket, progress)
         rows.append(row | {"drafter": path.name})
         if known is not None:
-            done = {r["key"] for r in rows}
-            known.write_text(json.dumps(rows + [r for r in old if r["key"] not in done], indent=1) + "\n")
+            done = {_what(r) for r in rows}
+            known.write_text(json.dumps(rows + [r for r in old if _what(r) not in done], indent=1) + "\n")
     return rows
 
 
@@ -135,12 +139,9 @@ def plot(rows: Sequence[dict[str, Any]], out: Path) -> None:
     pyplot.close(figure)
 
 
-def fingerprint(parts: Sequence[bytes]) -> str:
-    """sha256 over all parts."""
-    h = hashlib.sha256()
-    for part in parts:
-        h.update(hashlib.sha256(part).digest())
-    return h.hexdigest()
+def _what(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row measured: drafter, target and samples, bucket."""
+    return row["key"], row["samples"], row["bucket"]
 
 
 def _read(known: Path | None) -> list[dict[str, Any]]:

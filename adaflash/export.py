@@ -14,6 +14,8 @@ from adaflash.errors import UserError
 from adaflash.keys import Keys
 from adaflash.rollouts import FIELD, RolloutError, unpack
 
+_KEYS = {"prompt_ids", "output_ids", "domain", "accepted"}
+
 
 class ExportError(UserError):
     """Nothing could be written; the message says why."""
@@ -35,7 +37,7 @@ def export(redis: Redis, name: str, out: Path, count: int) -> tuple[int, int]:
         except (RolloutError, KeyError):
             skipped += 1
             continue
-        lines.append(json.dumps(r.model_dump(include={"prompt_ids", "output_ids", "domain", "accepted"})))
+        lines.append(json.dumps(r.model_dump(include=_KEYS) | {"greedy": r.greedy}))
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = out.with_name(out.name + ".tmp")
     scratch.write_text("".join(line + "\n" for line in lines))

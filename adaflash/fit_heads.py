@@ -1,7 +1,7 @@
 """`adaflash fit-length-head`: gives a drafter its length and confidence heads, or refits and calibrates those it has.
 
 The drafter's trunk stays bit for bit what it was. To be run after a drafter changed, on samples of current traffic;
-progress is kept in `<out>.training/`, so that an interrupted run goes on where it stopped.
+progress is kept in `<out>.fitting`, so that an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from adaflash.acceptance import Acceptance, length_rule, replay, survival_rule
+from adaflash.checkpoint import weights_fingerprint
 from adaflash.distill import Blocks, DistillConfig, draw_blocks, heads_loss
 from adaflash.drafter import Drafter, random_drafter
 from adaflash.errors import UserError
+from adaflash.fingerprints import fingerprint
 from adaflash.heads import DEFAULT_WIDTH, expected_calibration_error, fit_temperatures
 from adaflash.losses import DistillLoss
 from adaflash.samples import Progress
@@ -60,14 +62,17 @@ def fit_heads(
     drafter: Drafter,
     target: Target,
     features: Sequence[Features],
-    work: Path,
+    file: Path,
     *,
     steps: int,
     rate: float,
     seed: int,
     progress: Progress,
 ) -> Fit:
-    """Trains the heads of `drafter` in place, calibrates them on held-out sequences, and reports."""
+    """Trains the heads of `drafter` in place, calibrates them on held-out sequences, and reports.
+
+    `file` keeps what an interrupted run has done; FitError if it belongs to another drafter, samples, seed or rate.
+    """
     usable = [f for f in features if len(f.ids) - f.prompt >= 2]
     if len(usable) < 2:
         raise FitError("fitting needs at least two samples with something to draft")
@@ -76,7 +81,9 @@ def fit_heads(
     held, training = usable[:count], usable[count:]
     heads = [p for n, p in drafter.named_parameters() if n.startswith(("length_head.", "confidence_head."))]
     optimizer = torch.optim.AdamW(heads, lr=rate)
-    done = _restore(drafter, optimizer, work)
+    mine = weights_fingerprint({n: p.detach() for n, p in drafter.trunk_parameters()})
+    mine = fingerprint([mine.encode(), f"{seed} {rate}".encode(), *(f.ids.cpu().numpy().tobytes() for f in usable)])
+    done = _restore(drafter, optimizer, mine, file)
     config = DistillConfig()
     for step in range(done, steps):
         chooser = random.Random(f"{seed} {step}")
@@ -87,7 +94,7 @@ def fit_heads(
         heads_loss(drafter, hidden, blocks, seen).backward()
         optimizer.step()
         if (step + 1) % _SAVE_EVERY == 0:
-            _save(drafter, optimizer, step + 1, work)
+            _save(drafter, optimizer, step + 1, mine, file)
         progress("fitting", step + 1, steps)
     before, after = _calibrate(drafter, target, held, seed)
     walks = [
@@ -133,22 +140,27 @@ def _calibrate(drafter: Drafter, target: Target, held: Sequence[Features], seed:
     return first, error()
 
 
-def _save(drafter: Drafter, optimizer: torch.optim.Optimizer, step: int, work: Path) -> None:
-    work.mkdir(parents=True, exist_ok=True)
-    scratch = work / "heads.tmp"
-    torch.save({"step": step, "heads": _heads_state(drafter), "optimizer": optimizer.state_dict()}, scratch)
-    os.replace(scratch, work / "heads.pt")
+def _save(drafter: Drafter, optimizer: torch.optim.Optimizer, step: int, mine: str, file: Path) -> None:
+    scratch = file.with_name(file.name + ".tmp")
+    state = {"step": step, "of": mine, "heads": _heads_state(drafter), "optimizer": optimizer.state_dict()}
+    torch.save(state, scratch)
+    os.replace(scratch, file)
 
 
-def _restore(drafter: Drafter, optimizer: torch.optim.Optimizer, work: Path) -> int:
-    file = work / "heads.pt"
+def _restore(drafter: Drafter, optimizer: torch.optim.Optimizer, mine: str, file: Path) -> int:
     if not file.is_file():
         return 0
     try:
-        state = torch.load(file, weights_only=True)
+        state = torch.load(file, weights_only=True, map_location="cpu")
+        if state["of"] != mine:
+            raise FitError(
+                f"{file} belongs to a run with another drafter, samples, seed or rate: give --restart to discard it"
+            )
         drafter.load_state_dict(state["heads"], strict=False)
         optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])
+    except UserError:
+        raise
     except Exception as error:
         raise FitError(f"{file} cannot be read ({type(error).__name__}); give --restart to start afresh") from error
 

@@ -59,7 +59,7 @@ def verify_length(ratio: Tensor, block: int, rate: float = 1.3) -> Tensor:
 
 
 def length_label(accepted: Tensor, block: int) -> Tensor:
-    """Label of the scalar head: (accepted drafts + 1) / B, in [1/B, 1]. accepted [n] int64."""
+    """Label of the scalar head: (accepted drafts + 1) / B, in [1/B, 1]. accepted [n], a count or its expectation."""
     return (accepted + 1).clamp(0, block).float() / block
 
 
@@ -78,6 +78,7 @@ def expected_calibration_error(probability: Tensor, outcome: Tensor, bins: int =
     """sum_b n_b / n |mean probability - mean outcome| over equal-width bins; 0 for no data. Both [n], fp32."""
     if not len(probability):
         return 0.0
+    probability, outcome = probability.cpu(), outcome.cpu()
     place = (probability * bins).long().clamp(0, bins - 1)
     zero = torch.zeros(bins, dtype=torch.float64)
     p = zero.index_add(0, place, probability.double())

@@ -103,7 +103,9 @@ class ReverseKL:
 
     def __init__(self, clip: float, kind: ClipKind) -> None:
         self.clip, self.kind = clip, kind
-        self.used, self.clipped = 0, 0  # slots that count, and those of them where the clip took something away
+        # Slots that count, and those of them where the clip took something away; tensors, to spare the device a wait.
+        self.used: Tensor | int = 0
+        self.clipped: Tensor | int = 0
 
     def __call__(self, c: Chunk, weight: Tensor) -> Tensor:
         if self.kind == "token":
@@ -120,8 +122,8 @@ class ReverseKL:
             c.row -= weight * torch.linalg.vecdot(c.p, slope)
             c.add_multiple(slope.mul_(weight[:, None]))
         counts = weight > 0
-        self.used += int(counts.sum())
-        self.clipped += int((over & counts).sum())
+        self.used = self.used + counts.sum()
+        self.clipped = self.clipped + (over & counts).sum()
         return value
 
 
@@ -231,7 +233,7 @@ class _Distill(torch.autograd.Function):
             loss = loss + (share * coefficient * value).sum()
         ctx.save_for_backward(values.gradient * share[:, None])
         kl = [t for t, _ in terms if isinstance(t, ReverseKL)]
-        return loss, _Seen(values, sum(t.clipped for t in kl) / max(1, sum(t.used for t in kl)))
+        return loss, _Seen(values, sum(int(t.clipped) for t in kl) / max(1, sum(int(t.used) for t in kl)))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:

@@ -87,9 +87,17 @@ class Optimizers:
         return [o.state_dict() for o in self.all]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Takes up where `state` was saved; `state` is copied, torch itself would share its tensors."""
-        for o, s in zip(self.all, copy.deepcopy(state), strict=True):
-            o.load_state_dict(s)
+        """Takes up where `state` was saved, with the settings given here, not those of then."""
+        for o, s in zip(self.all, state, strict=True):
+            load_optimizer(o, s)
+
+
+def load_optimizer(o: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads momenta but keeps the rates that `o` was built with; `state` is copied, torch would share its tensors."""
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
+    o.load_state_dict(copy.deepcopy(state))
+    for group, mine in zip(o.param_groups, settings, strict=True):
+        group.update(mine)
 
 
 class WeightAverage:

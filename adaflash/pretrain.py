@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,12 +20,13 @@ import torch
 
 from adaflash.acceptance import Acceptance, replay
 from adaflash.bootstrap import drafter_config, target_dtype
-from adaflash.checkpoint import load_drafter, save_drafter
+from adaflash.checkpoint import load_drafter, save_drafter, weights_fingerprint
 from adaflash.distill import DistillConfig, Distiller
 from adaflash.drafter import Drafter, random_drafter
 from adaflash.errors import UserError
+from adaflash.fingerprints import fingerprint
 from adaflash.samples import Answerer, Conversation, Progress, Sample, featurize, read_samples, write_samples
-from adaflash.target import Features, Target
+from adaflash.target import Features, Target, target_shape
 
 LONGEST = 2048  # tokens; longer sequences are cut at the end
 _SEQUENCES = 8  # sequences per optimiser step
@@ -70,8 +70,9 @@ def pretrain(o: PretrainOptions, conversations: Sequence[Conversation], out: Pat
     """Answers, distils, and writes the drafter to `out`; Ctrl-C ends early and keeps what was learned."""
     began = time.monotonic()
     work = work_folder(out)
-    _claim(work, o, conversations)
     drafter = _first_drafter(o)
+    drafter.config.check_target(target_shape(o.model))
+    _claim(work, o, drafter, conversations)
     target = Target(o.model, drafter.config.target_layer_ids, target_dtype(o.model))
     drafter.to(target.device)
     samples, skipped = _samples(o, target, conversations, work, progress)
@@ -85,8 +86,6 @@ def pretrain(o: PretrainOptions, conversations: Sequence[Conversation], out: Pat
         _train(distiller, training, o, work, progress)
     except KeyboardInterrupt:
         progress("stopped early", distiller.steps, o.steps)
-    if not distiller.finite():
-        raise PretrainError("a parameter became infinite or NaN; nothing was written")
     after = replay(distiller.averaged, held, target.embedding, target.head)
     save_drafter(distiller.averaged, out, target_dtype(o.model))
     domains = [s.domain for s in samples[:count]]
@@ -104,14 +103,18 @@ def _train(d: Distiller, training: Sequence[Features], o: PretrainOptions, work:
     while d.steps < o.steps:
         chooser = random.Random(f"{o.seed} {d.steps}")
         d.step(chooser.sample(training, min(_SEQUENCES, len(training))))
+        if not d.finite():
+            raise PretrainError("a parameter became infinite or NaN; what was saved before it stays")
         if d.steps % _SAVE_EVERY == 0 or d.steps == o.steps:
             _save(d, work)
         progress("distilling", d.steps, o.steps)
 
 
-def _claim(work: Path, o: PretrainOptions, conversations: Sequence[Conversation]) -> None:
-    """Makes `work` this run's; refuses one that belongs to other options or other conversations."""
-    mine = asdict(o) | {"distill": o.distill.model_dump(), "conversations": len(conversations)}
+def _claim(work: Path, o: PretrainOptions, drafter: Drafter, conversations: Sequence[Conversation]) -> None:
+    """Makes `work` this run's; refuses one that belongs to other options, conversations or another first drafter."""
+    talk = [json.dumps([c.messages, c.domain]).encode() for c in conversations]
+    mine = asdict(o) | {"distill": o.distill.model_dump(), "conversations": fingerprint(talk)}
+    mine |= {"start": weights_fingerprint(drafter.state_dict())}
     mine.pop("steps")
     file = work / "run.json"
     if file.is_file():
@@ -132,12 +135,8 @@ def _claim(work: Path, o: PretrainOptions, conversations: Sequence[Conversation]
 
 def work_folder(out: Path) -> Path:
     """Where the stages of a run that writes to `out` are kept."""
-    return out.with_name(out.name + ".training")
-
-
-def discard(out: Path) -> None:
-    """Forgets an earlier run for `out`."""
-    shutil.rmtree(work_folder(out), ignore_errors=True)
+    whole = out.absolute()
+    return whole.with_name(whole.name + ".training")
 
 
 def _samples(
@@ -182,8 +181,10 @@ def _restore(d: Distiller, work: Path) -> int:
     if not file.is_file():
         return 0
     try:
-        state: dict[str, Any] = torch.load(file, weights_only=True)
+        state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
         d.restore(state)
+    except UserError:
+        raise
     except Exception as error:
         raise PretrainError(
             f"{file} cannot be read ({type(error).__name__}); give --restart to start afresh"

@@ -1,7 +1,8 @@
 """Token sequences for the offline commands: read from JSONL, answered by the target itself, turned into features.
 
-One line per sample: `prompt_ids`, `output_ids`, and if known `domain` and `accepted` (tokens each verify step emitted).
-Exported rollouts have the same keys; further keys are ignored. Lines that cannot be used are counted by reason.
+One line per sample: `prompt_ids`, `output_ids`, and if known `domain`, `accepted` (tokens each verify step emitted) and
+`greedy` (false for sampled responses). Exported rollouts have the same keys; further keys are ignored. Lines that
+cannot be used are counted by reason.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Sample:
     output_ids: list[int]
     domain: str = "other"
     accepted: tuple[int, ...] = ()
+    greedy: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,9 @@ def read_samples(file: Path, vocabulary: int, longest: int) -> tuple[list[Sample
                 [int(i) for i in row["output_ids"]],
                 str(row.get("domain") or "other"),
                 tuple(int(n) for n in row.get("accepted") or ()),
+                bool(row.get("greedy", True)),
             )
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             skipped["malformed"] += 1
             continue
         reason = unusable(sample.prompt_ids, sample.output_ids, vocabulary, longest)
@@ -102,10 +105,12 @@ def read_conversations(file: Path) -> list[Conversation]:
         try:
             row = json.loads(line)
             messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+            if not all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in messages):
+                raise TypeError
             conversation = Conversation(list(messages), str(row.get("domain") or "other"))
             usable = bool(conversation.question().messages)
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise SampleError(f"{file}, line {number}: expected JSON with 'messages' or 'prompt'") from None
+            raise SampleError(f"{file}, line {number}: expected JSON with 'messages' or 'prompt' as text") from None
         if usable:
             out.append(conversation)
     if not out:
@@ -144,13 +149,19 @@ class Answerer:
             progress("answers", min(i + _BATCH, len(conversations)), len(conversations))
 
     def _prompt(self, c: Conversation) -> list[int]:
-        ids: Any = self.tokenizer.apply_chat_template(c.messages, add_generation_prompt=True, return_dict=False)
+        return self._render(c.messages, add_generation_prompt=True)
+
+    def _render(self, messages: list[dict[str, str]], **more: bool) -> list[int]:
+        try:
+            ids: Any = self.tokenizer.apply_chat_template(messages, return_dict=False, **more)
+        except Exception as error:  # the template is the model's own code, and it raises what it likes
+            raise SampleError(f"the target's chat template does not take a conversation: {error}") from error
         return list(ids)
 
     def _given(self, c: Conversation, max_tokens: int) -> Sample:
         prompt = self._prompt(c.question())
-        whole: Any = self.tokenizer.apply_chat_template(c.messages, return_dict=False)
-        return Sample(prompt, until_stop(list(whole)[len(prompt) :], self.stops)[:max_tokens], c.domain)
+        whole = self._render(c.messages)
+        return Sample(prompt, until_stop(whole[len(prompt) :], self.stops)[:max_tokens], c.domain)
 
     def _answer(self, batch: Sequence[Conversation], max_tokens: int) -> list[Sample]:
         if not batch:
@@ -183,6 +194,6 @@ def featurize(target: Target, samples: Sequence[Sample], longest: int, progress:
         batch = samples[i : i + _BATCH]
         whole = [(s.prompt_ids + s.output_ids)[:longest] for s in batch]
         made = target.features(whole, [len(s.prompt_ids) for s in batch])
-        out += [replace(f, accepted=s.accepted) for f, s in zip(made, batch, strict=True)]
+        out += [replace(f, accepted=s.accepted, greedy=s.greedy) for f, s in zip(made, batch, strict=True)]
         progress("features", len(out), len(samples))
     return out

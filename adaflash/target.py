@@ -29,7 +29,8 @@ class Features:
 
     `ids` [T] int64; `prompt` prompt tokens; `context` [T, K * hidden] outputs of the drafter's context layers;
     `final` [T - prompt + 1, hidden] final-normed states from position prompt - 1 on (they predict tokens prompt..T);
-    `accepted`: tokens that each verify step emitted when the sequence was served, empty where that is unknown.
+    `accepted`: tokens that each verify step emitted when the sequence was served, empty where that is unknown;
+    `greedy`: the target's argmax was served, not a sample.
     """
 
     ids: Tensor
@@ -37,6 +38,7 @@ class Features:
     context: Tensor
     final: Tensor
     accepted: tuple[int, ...] = ()
+    greedy: bool = True
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

@@ -101,7 +101,11 @@ class VersionStore:
         gate: dict[str, Any] | None = None,
         number: int | None = None,
     ) -> Manifest:
-        """Writes the next version (or `number`) and returns its manifest; raises VersionError if it exists."""
+        """Writes the next version (or `number`) and returns its manifest.
+
+        Raises VersionError if it exists, CheckpointError naming the tensor if one is not finite.
+        """
+        check_weights(drafter.config, drafter.state_dict())
         self.root.mkdir(parents=True, exist_ok=True)
         chosen = number if number is not None else (self.numbers() or [-1])[-1] + 1
         scratch = Path(tempfile.mkdtemp(dir=self.root, prefix=".writing-"))

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _PRODUCT_ROWS = 256  # slots per matrix product
-_CACHE_ELEMENTS = 1 << 19  # logits worked on at once, so that they stay in the processor's cache
+_CACHE_ELEMENTS = 1 << 19  # logits worked on at once on CPU, so that they stay in the processor's cache
+_DEVICE_ELEMENTS = 1 << 26  # and on an accelerator, where launches cost more than memory
 _TAIL_FLOOR = -18.4  # log of the least tail mass that a top-k teacher may claim, 1e-8
 
 
@@ -55,7 +56,7 @@ class HiddenTeacher:
 class _OpenHidden:
     def __init__(self, logits: Tensor) -> None:
         self.logits, self.label = logits, logits.argmax(-1)
-        step = _cache_rows(logits.shape[-1])
+        step = _rows_at_once(logits)
         parts = [torch.logsumexp(part.float(), -1) for part in logits.split(step)]
         self.normaliser = torch.cat(parts)
 
@@ -196,7 +197,7 @@ def slot_pass(
     ce, p_label = (hidden.new_zeros(n, dtype=torch.float32) for _ in range(2))
     shared = hidden.new_zeros(n, dtype=torch.float32) if overlap else None
     argmax, agree = torch.zeros(n, dtype=torch.int64, device=device), hidden.new_zeros(n, dtype=torch.float32)
-    step = _cache_rows(head.shape[0])
+    step = _rows_at_once(head.T)
     for part in order.split(_PRODUCT_ROWS):
         distinct, place = torch.unique_consecutive(rows[part], return_inverse=True)
         opened = teacher.open(distinct)
@@ -218,5 +219,6 @@ def slot_pass(
     return SlotValues(values, ce, argmax, agree, p_label, shared, grad)
 
 
-def _cache_rows(vocabulary: int) -> int:
-    return max(1, _CACHE_ELEMENTS // vocabulary)
+def _rows_at_once(logits: Tensor) -> int:
+    """Rows of [..., V] to work on at once."""
+    return max(1, (_CACHE_ELEMENTS if logits.device.type == "cpu" else _DEVICE_ELEMENTS) // logits.shape[-1])

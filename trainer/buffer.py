@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from adaflash.rollouts import Rollout
 from adaflash.target import Features
@@ -59,13 +59,19 @@ class Buffer:
         """All sequences, for the durable state; `restore` takes them back."""
         return [*(r for d in self.replay.values() for r in d), *self.newest, *self.held_out]
 
-    def restore(self, rollouts: Sequence[Rollout]) -> None:
-        """Refills an empty buffer; nothing counts as new."""
+    def seen(self) -> dict[str, int]:
+        """Sequences ever offered to each domain's reservoir, for the durable state."""
+        return dict(self._seen)
+
+    def restore(self, rollouts: Sequence[Rollout], seen: Mapping[str, int]) -> None:
+        """Refills an empty buffer; nothing counts as new, and old sequences keep their weight in the reservoir."""
         for r in rollouts:
             if held_out(r.request_id, self.config.held_out_share):
                 self.held_out.append(r)
             else:
                 self._reserve(r)
+        for domain, count in seen.items():
+            self._seen[domain] = max(self._seen[domain], count)
 
 
 def held_out(request_id: str, share: float) -> bool:
@@ -92,7 +98,7 @@ class FeatureCache:
             batch = missing[i : i + _BATCH]
             ids = [(r.prompt_ids + r.output_ids)[: self._longest] for r in batch]
             for r, f in zip(batch, self._compute(ids, [len(r.prompt_ids) for r in batch]), strict=True):
-                found[r.request_id] = logged = dataclasses.replace(f, accepted=tuple(r.accepted))
+                found[r.request_id] = logged = dataclasses.replace(f, accepted=tuple(r.accepted), greedy=r.greedy)
                 self._keep(r.request_id, logged)
         for request_id in found:
             if request_id in self._kept:

@@ -33,6 +33,10 @@ class StateError(UserError):
     """A durable state that cannot be continued from."""
 
 
+class NonFinite(ArithmeticError):
+    """A round that ruined the weights."""
+
+
 class Learner:
     """Runs as a Ray actor; one per trainer."""
 
@@ -79,6 +83,9 @@ class Learner:
             report = self.distiller.step(self.features.get(batch)) if batch else None
             if report is not None:
                 reports.append(report)
+        if not self.distiller.finite():
+            # Raising makes the driver start a learner from the last durable state, without this round.
+            raise NonFinite("a parameter became infinite or NaN in this round; the state before it stays")
         self.rounds += 1
         return mean_report(reports) | {"seconds": time.monotonic() - started, "steps": float(len(reports))}
 
@@ -127,6 +134,7 @@ class Learner:
             "rounds": self.rounds,
             "entries": entries,
             "distiller": self.distiller.state(),
+            "seen": self.buffer.seen(),
             "rollouts": [torch.frombuffer(bytearray(r.pack()), dtype=torch.uint8) for r in self.buffer.everything()],
         }
         scratch = home / (STATE + ".tmp")
@@ -143,7 +151,7 @@ class Learner:
             return
         self.distiller.restore(state["distiller"])
         self.rounds, self.entries = state["rounds"], state["entries"]
-        self.buffer.restore([unpack(bytes(t.numpy())) for t in state["rollouts"]])
+        self.buffer.restore([unpack(bytes(t.numpy())) for t in state["rollouts"]], state["seen"])
 
 
 def read_state(home: Path, fingerprint: str) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """Runs every variant with every seed, resumes where an earlier call stopped, and writes table and plot.
 
-Where there are many cores, runs may go side by side; how long a step takes is measured afterwards, alone.
+Where there are many cores, runs may go side by side; how long a step takes is then measured afterwards, alone.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.ablation import report
-from benchmarks.ablation.jobs import enter, make_bench, run_job, start_job
-from benchmarks.ablation.run import start_path, step_seconds
+from benchmarks.ablation.jobs import enter, make_bench, run_job, start_job, time_job
+from benchmarks.ablation.run import start_path
 from benchmarks.ablation.variants import VARIANTS, Setting
 
 SETTINGS: tuple[Setting, ...] = ("scratch", "shift")
@@ -47,9 +46,10 @@ def main() -> None:
                 tasks[what] = bars.add_task(what, total=total)
             bars.update(tasks[what], completed=n)
 
-        bench = make_bench(a, show)
+        if not (a.work / "samples.jsonl").is_file():
+            make_bench(a, show)
         starts = [(s, n) for n in range(a.seeds) for s in SETTINGS]
-        starts = [(s, n) for s, n in starts if not (start_path(bench, s, n) / "walks.json").is_file()]
+        starts = [(s, n) for s, n in starts if not (start_path(a.work, s, n) / "walks.json").is_file()]
         with ProcessPoolExecutor(a.processes, get_context("spawn"), initializer=enter, initargs=(a,)) as pool:
             for i, job in enumerate(as_completed([pool.submit(start_job, *s) for s in starts])):
                 job.result()
@@ -61,18 +61,15 @@ def main() -> None:
                 with file.open("a") as f:
                     f.write(json.dumps(row) + "\n")
                 show("runs", i + 1, len(todo))
-        for i, variant in enumerate(VARIANTS):
-            seconds = step_seconds(bench, variant)
-            for r in rows:
-                if (r["setting"], r["variant"]) == (variant.setting, variant.name):
-                    r["step_seconds"] = seconds
-            show("step times", i + 1, len(VARIANTS))
+            if a.processes > 1:  # the runs' own times say nothing then
+                timed = [(v, pool.submit(time_job, v).result()) for v in VARIANTS]
+                for r in rows:
+                    r["step_seconds"] = next(t for v, t in timed if (v.setting, v.name) == (r["setting"], r["variant"]))
     settings = {
-        "training_sequences": len(bench.data.training),
-        "held_out_sequences": len(bench.data.held_out),
-        "prompts": bench.data.source,
+        "training_sequences": 2 * a.sequences,
+        "held_out_sequences": 2 * a.held_out,
+        "prompts": " and ".join(f.name for f in a.prompts) or "generated prompts",
         "seeds": a.seeds,
-        "threads": torch.get_num_threads(),
     }
     report.write(rows, settings)
 

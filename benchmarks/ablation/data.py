@@ -33,7 +33,6 @@ class Data:
     held_out: list[Features]
     held_out_domains: list[str]
     samples: list[Sample]
-    source: str
 
 
 def load(target: Target, model: str, files: list[Path], work: Path, count: int, held: int, progress: Progress) -> Data:
@@ -56,7 +55,6 @@ def load(target: Target, model: str, files: list[Path], work: Path, count: int, 
         [features[i] for i in test],
         [samples[i].domain for i in test],
         [samples[i] for i in train],
-        ", ".join(f.name for f in files) or "generated prompts",
     )
 
 

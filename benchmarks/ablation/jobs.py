@@ -12,7 +12,7 @@ from adaflash.bootstrap import drafter_config, target_dtype
 from adaflash.samples import Progress
 from adaflash.target import Target
 from benchmarks.ablation import data
-from benchmarks.ablation.run import Bench, make_start, run
+from benchmarks.ablation.run import Bench, make_start, run, step_seconds
 from benchmarks.ablation.variants import Setting, Variant
 from demo.model import ensure_model
 
@@ -45,3 +45,9 @@ def run_job(variant: Variant, seed: int) -> dict[str, Any]:
     """In a process of the pool."""
     assert _bench is not None
     return run(_bench, variant, seed)
+
+
+def time_job(variant: Variant) -> float:
+    """In a process of the pool, with the others idle."""
+    assert _bench is not None
+    return step_seconds(_bench, variant)

@@ -135,19 +135,19 @@ def make_start(bench: Bench, setting: Setting, seed: int) -> None:
         for _ in range(START_STEPS):
             d.step(chooser.sample(bench.pool(OLD_DOMAIN), SEQUENCES))
         drafter = d.averaged
-    save_drafter(drafter, start_path(bench, setting, seed), torch.float32)
+    save_drafter(drafter, start_path(bench.work, setting, seed), torch.float32)
     found = judge(bench, drafter, bench.target.head, None)
     walks = [[dataclasses.astuple(s) for s in walk] for walk in found.walks]
-    (start_path(bench, setting, seed) / "walks.json").write_text(json.dumps(walks))
+    (start_path(bench.work, setting, seed) / "walks.json").write_text(json.dumps(walks))
 
 
 def load_start(bench: Bench, setting: Setting, seed: int) -> tuple[Drafter, Acceptance]:
     """That drafter and its replay."""
-    home = start_path(bench, setting, seed)
+    home = start_path(bench.work, setting, seed)
     walks = json.loads((home / "walks.json").read_text())
     return load_drafter(home), Acceptance([[Step(*s) for s in walk] for walk in walks])
 
 
-def start_path(bench: Bench, setting: Setting, seed: int) -> Path:
+def start_path(work: Path, setting: Setting, seed: int) -> Path:
     """Where it is kept."""
-    return bench.work / f"start-{setting}-{seed}"
+    return work / f"start-{setting}-{seed}"

@@ -35,7 +35,6 @@ VARIANTS = [
     Variant("dpace", "scratch", {"loss": "dpace"}),
     Variant("tv", "scratch", {"loss": "tv"}),
     Variant("draft_opd", "scratch", {"loss": "draft_opd"}),
-    Variant("no decay", "scratch", {"decay": 1e6}),
     Variant("clip 0.1 per entry", "scratch", {"clip": 0.1, "clip_kind": "entry"}),
     Variant("AdamW 1e-3", "scratch", {"optimizer": "adamw", "learning_rate": 1e-3}),
     Variant("draft vocabulary 8192", "scratch", vocabulary=8192),

@@ -97,6 +97,20 @@ def test_an_index_cannot_reach_outside_its_directory(tmp_path):
         load_drafter(tmp_path / "a")
 
 
+def test_saving_over_a_sharded_checkpoint_leaves_no_shard_that_a_loader_would_prefer(tmp_path):
+    for name in ("model-00001-of-00001.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).write_text("old")
+    save_drafter(make(), tmp_path, torch.float32)
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "\xff"])
+def test_a_config_that_is_no_json_object_is_refused(ours, text):
+    (ours / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"config.json is not"):
+        load_drafter(ours)
+
+
 def test_pickled_weights_are_refused(ours):
     (ours / "model.safetensors").rename(ours / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="never unpickled"):
@@ -155,6 +169,9 @@ def test_the_commands_print_and_refuse_plainly(ours, tmp_path):
         (["drafter", "convert", str(ours), "--out", str(tmp_path / "y"), "--layout", "z"], "expected one of"),
         (["drafter", "convert", str(ours), "--out", str(tmp_path / "y"), "--dtype", "int8"], "float32"),
         (["drafter", "inspect", str(tmp_path / "none")], "config.json is missing"),
+        (["drafter", "inspect", str(ours / "model.safetensors")], "give the directory"),
+        (["drafter", "init", "--target", "x", "--out", str(tmp_path / "z"), "--layer-ids", "a,b"], "--layer-ids"),
+        (["drafter", "init", "--target", "x", "--out", str(tmp_path / "z"), "--dtype", "int8"], "float32"),
     ):
         failed = runner.invoke(app, arguments)
         assert isinstance(failed.exception, UserError) and message in str(failed.exception)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adaflash.anchors import accepted_slots, draw_anchors, step_starts
-from adaflash.distill import FROZEN_CONTEXT, DistillConfig, Distiller, draw_blocks
+from adaflash.distill import FROZEN_CONTEXT, DistillConfig, Distiller, RestoreError, draw_blocks
 from adaflash.drafter import Drafter
 from adaflash.losses import RECIPES, LossSettings
 from tests.reference_step import reference_loss
@@ -175,6 +175,34 @@ def test_heads_learn_beside_the_drafter_without_moving_it():
         if n.startswith(("length_head.", "confidence_head.")):
             assert not torch.equal(p, start[n]), n
             assert torch.equal(p, dict(with_heads.averaged.named_parameters())[n]), n
+
+
+def test_sampled_traffic_labels_the_length_by_the_expected_run(monkeypatch):
+    """Under sampling the served token is a coin toss; 1 - TV per slot is what acceptance will be."""
+    config = CONFIG.with_heads(length_head=16, confidence_head=False)
+    seen = []
+    monkeypatch.setattr("adaflash.distill.length_loss", lambda logit, run, block: seen.append(run) or logit.sum())
+    for greedy in (True, False):
+        drafter = Drafter(config)
+        drafter.load_state_dict(make().state_dict(), strict=False)
+        distiller(drafter).step([dataclasses.replace(features(40, 3), greedy=greedy)])
+    assert torch.equal(seen[0], seen[0].round()) and not torch.equal(seen[1], seen[1].round())
+    assert (seen[1] > 0).all() and (seen[1] < CONFIG.block_size).all()
+
+
+def test_a_restored_distiller_keeps_the_rates_of_its_own_configuration():
+    state = distiller().state()
+    other = distiller(learning_rate=0.005, vector_learning_rate=1e-4)
+    other.restore(state)
+    assert [o.param_groups[0]["lr"] for o in other.optimizers.all] == [0.005, 1e-4]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"), [({"optimizer": "adamw"}, "optimizer"), ({"freeze_context": True}, "freeze")]
+)
+def test_a_state_with_other_momenta_is_refused_by_the_settings_name(change, key):
+    with pytest.raises(RestoreError, match=f"distill.{key}"):
+        distiller(**change).restore(distiller().state())
 
 
 def test_a_compiled_step_computes_the_same():

@@ -166,6 +166,9 @@ def test_the_flex_path_computes_what_the_tiles_compute(window):
 REFUSED = [
     ({"rope_scaling": {"type": "longrope"}}, "rope_scaling"),
     ({"rope_scaling": {"rope_type": "llama3", "rope_dim": 4, "factor": 2.0}}, "rope_dim"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "needs a number for factor"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}}, "attention_factor"),
+    ({"layer_types": ["chunked_attention", "full_attention"]}, "layer_types"),
     ({"attention_bias": True}, "attention_bias"),
     ({"is_causal": True}, "is_causal"),
     ({"draft_vocab_size": 32}, "draft_vocab_size"),

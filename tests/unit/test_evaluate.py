@@ -35,7 +35,7 @@ def invoke(*arguments):
 
 
 def test_eval_compares_drafters_by_domain_slot_and_position(samples, target_dir, drafter_dir, tmp_path):
-    out = tmp_path / "eval.json"
+    out = tmp_path / "deep" / "eval.json"
     command = ("eval", "--model", target_dir, "--samples", samples, "--json", out, "--bucket", 16)
     both = ("--drafter", drafter_dir / "weak", "--drafter", drafter_dir / "good", "--png", tmp_path / "eval.png")
     text = invoke(*command, *both)
@@ -59,6 +59,7 @@ def test_known_results_are_not_measured_again(samples, target_dir, drafter_dir, 
     assert json.loads(out.read_text())[0]["tau"] == 7.5
     invoke(*command, "--drafter", drafter_dir / "weak", "--bucket", 8)
     assert json.loads(out.read_text())[0]["tau"] == row["tau"], "another bucket is another measurement"
+    assert len(json.loads(out.read_text())) == 3, "and what was known stays"
 
 
 def test_eval_refuses_to_write_over_a_foreign_file(samples, target_dir, drafter_dir, tmp_path):
@@ -78,7 +79,7 @@ def test_fitted_heads_are_written_and_evaluated(samples, target_dir, drafter_dir
     assert load_drafter(out).config.with_heads(length_head=None, confidence_head=False) == (
         load_drafter(drafter_dir / "weak").config
     )
-    assert not (tmp_path / "fitted.training").exists()
+    assert not (tmp_path / "fitted.fitting").exists()
     invoke("eval", "--drafter", out, "--json", tmp_path / "e.json", *common)
     (row,) = json.loads((tmp_path / "e.json").read_text())
     assert set(row["rules"]) == {"static", "length head", "survival"}

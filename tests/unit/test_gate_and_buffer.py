@@ -68,9 +68,23 @@ def test_a_restored_buffer_holds_the_same_sequences():
     b = Buffer(BufferConfig(held_out_share=0.2), new_share=0.5, seed=0)
     b.add_round(rollouts(30, "a"))
     again = Buffer(BufferConfig(held_out_share=0.2), new_share=0.5, seed=0)
-    again.restore(b.everything())
+    again.restore(b.everything(), b.seen())
     assert {r.request_id for r in again.everything()} == {r.request_id for r in b.everything()}
     assert [r.request_id for r in again.held_out] == [r.request_id for r in b.held_out]
+
+
+def test_a_restart_does_not_make_the_reservoir_forget_how_much_it_has_seen():
+    config = BufferConfig(held_out_share=0.01, per_domain=10)
+    b = Buffer(config, new_share=0.5, seed=0)
+    for part in range(50):
+        b.add_round(rollouts(20, "a", start=20 * part))
+    again = Buffer(config, new_share=0.5, seed=1)
+    again.restore(b.everything(), b.seen())
+    old = {r.request_id for r in again.replay["a"]}
+    again.add_round(rollouts(20, "a", start=2000))
+    again.add_round([])
+    kept = old & {r.request_id for r in again.replay["a"]}
+    assert len(kept) >= 8, "20 new among 1000 old may replace a sequence or two of ten"
 
 
 def test_features_are_computed_once_and_dropped_beyond_the_byte_limit():

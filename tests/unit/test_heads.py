@@ -94,15 +94,15 @@ def traffic(target_dir, drafter_dir):
     return target, target.features(sequences, [8] * 24)
 
 
-def fit(drafter_dir, traffic, work, steps=60, **change):
+def fit(drafter_dir, traffic, file, steps=60, **change):
     drafter = with_heads(load_drafter(drafter_dir / "weak"), 0)
     target, features = traffic
     options = dict(steps=steps, rate=3e-3, seed=0, progress=lambda *_: None) | change
-    return drafter, fit_heads(drafter, target, features, work, **options)
+    return drafter, fit_heads(drafter, target, features, file, **options)
 
 
 def test_fitting_saves_verification_and_leaves_the_trunk_bit_equal(drafter_dir, traffic, tmp_path):
-    drafter, r = fit(drafter_dir, traffic, tmp_path)
+    drafter, r = fit(drafter_dir, traffic, tmp_path / "f")
     start = load_drafter(drafter_dir / "weak").state_dict()
     assert all(torch.equal(start[n], p) for n, p in drafter.trunk_parameters())
     assert r.error_after <= r.error_before
@@ -134,7 +134,13 @@ def test_fitting_goes_on_where_it_was_interrupted(drafter_dir, traffic, tmp_path
         torch.testing.assert_close(p, dict(again.named_parameters())[n])
 
 
+def test_what_an_interrupted_fit_left_is_not_taken_for_another_drafters(drafter_dir, traffic, tmp_path):
+    fit(drafter_dir, traffic, tmp_path / "f", steps=50)
+    with pytest.raises(FitError, match="another drafter, samples, seed or rate"):
+        fit(drafter_dir, traffic, tmp_path / "f", steps=60, seed=1)
+
+
 def test_one_sample_is_too_few_to_fit_on(drafter_dir, traffic, tmp_path):
     target, features = traffic
     with pytest.raises(FitError, match="at least two"):
-        fit(drafter_dir, (target, features[:1]), tmp_path)
+        fit(drafter_dir, (target, features[:1]), tmp_path / "f")

@@ -1,17 +1,21 @@
 """Offline pre-training on the tiny target: it learns, goes on after an interruption, and never mixes two runs."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from adaflash.checkpoint import load_drafter
+from adaflash.checkpoint import load_drafter, save_drafter
 from adaflash.cli import app
 from adaflash.distill import DistillConfig
+from adaflash.drafter import random_drafter
+from adaflash.drafter_config import DrafterConfigError
 from adaflash.errors import UserError
-from adaflash.pretrain import PretrainError, PretrainOptions, discard, pretrain
+from adaflash.pretrain import PretrainError, PretrainOptions, pretrain, work_folder
 from adaflash.samples import Conversation
+from tests.unit.test_drafter import CONFIG
 
 TALK = [Conversation([{"role": "user", "content": f"item {i}"}], "ab"[i % 2]) for i in range(20)]
 
@@ -74,10 +78,33 @@ def test_more_steps_continue_a_finished_run(target_dir, tmp_path):
 def test_another_run_in_the_same_place_is_refused_by_what_differs(target_dir, tmp_path):
     out = tmp_path / "out"
     run(target_dir, out, steps=1)
-    with pytest.raises(PretrainError, match=r"another layers, seed.*--restart"):
+    with pytest.raises(PretrainError, match=r"another layers, seed, start.*--restart"):
         run(target_dir, out, layers=2, seed=4)
-    discard(out)
+    shutil.rmtree(work_folder(out))
     run(target_dir, out, steps=1, layers=2, seed=4)
+
+
+def test_other_conversations_of_the_same_number_are_another_run(target_dir, tmp_path):
+    run(target_dir, tmp_path / "out", steps=1)
+    other = [Conversation([{"role": "user", "content": "else"}])] * len(TALK)
+    with pytest.raises(PretrainError, match="another conversations"):
+        run(target_dir, tmp_path / "out", talk=other)
+
+
+def test_a_drafter_of_another_target_is_refused_before_anything_is_made(target_dir, tmp_path):
+    save_drafter(random_drafter(CONFIG, 0), tmp_path / "foreign", torch.float32)
+    with pytest.raises(DrafterConfigError, match="vocab_size"):
+        run(target_dir, tmp_path / "out", start=str(tmp_path / "foreign"))
+    assert not work_folder(tmp_path / "out").exists()
+
+
+def test_weights_that_became_nan_are_neither_saved_nor_written(target_dir, tmp_path, monkeypatch):
+    run(target_dir, tmp_path / "out", steps=20)
+    before = {p: p.read_bytes() for p in (tmp_path / "out/model.safetensors", tmp_path / "out.training/state.pt")}
+    monkeypatch.setattr("adaflash.distill.Distiller.finite", lambda self: False)
+    with pytest.raises(PretrainError, match="NaN"):
+        run(target_dir, tmp_path / "out", steps=24)
+    assert all(p.read_bytes() == data for p, data in before.items())
 
 
 def test_a_damaged_state_is_named_and_not_used(target_dir, tmp_path):

@@ -41,11 +41,12 @@ def test_unusable_lines_are_counted_by_reason_and_the_rest_is_used(tmp_path):
         {"prompt_ids": "ab", "output_ids": [2, 3]},
         {"output_ids": [2, 3]},
         "[1, 2]",
+        '{"prompt_ids": [1e999], "output_ids": [1, 2]}',
         "{",
     )
     samples, skipped = read_samples(file, 50, 16)
     assert samples == [Sample([1], [2, 3])]
-    assert skipped == {"too_short": 3, "ids_out_of_range": 2, "prompt_too_long": 1, "malformed": 4}
+    assert skipped == {"too_short": 3, "ids_out_of_range": 2, "prompt_too_long": 1, "malformed": 5}
 
 
 def test_a_file_without_a_usable_sample_says_why(tmp_path):
@@ -70,7 +71,7 @@ def test_conversations_are_read_in_both_forms_with_their_domain(tmp_path):
     assert not found[1].question().answered and found[1].question().messages == [{"role": "user", "content": "b"}]
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"text": "a"}'])
+@pytest.mark.parametrize("line", ["{", "[1]", '{"text": "a"}', '{"prompt": 5}', '{"messages": [{"role": "user"}]}'])
 def test_a_line_that_is_no_conversation_is_named(tmp_path, line):
     with pytest.raises(SampleError, match="line 2"):
         read_conversations(lines(tmp_path / "p.jsonl", {"prompt": "a"}, line))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adaflash.checkpoint import load_drafter
+from adaflash.checkpoint import CheckpointError, load_drafter
+from adaflash.fit_heads import with_heads
 from adaflash.versions import Manifest, VersionError, VersionStore, parse_label, sha256, target_fingerprint, verify
 from tests.unit.test_drafter import CONFIG, make
 
@@ -40,6 +41,22 @@ def test_numbers_are_unique_and_increasing(store):
 def test_a_published_drafter_is_the_one_that_was_given(store):
     loaded = load_drafter(store.path(0))
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), make(1).parameters(), strict=True))
+
+
+def test_a_drafter_with_nan_is_never_published(store):
+    broken = make(2)
+    broken.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight is not finite"):
+        store.publish(broken, torch.float32, target="t", parent=0)
+    assert store.numbers() == [0]
+    assert not list(store.root.glob(".writing-*"))
+
+
+def test_a_version_with_heads_may_replace_one_without(store):
+    plain = load_drafter(store.path(0))
+    headed = with_heads(plain, 0)
+    number = store.publish(headed, torch.float32, target="t", parent=0).number
+    assert verify(store.path(number), like=plain.config).number == number
 
 
 def test_a_writer_that_dies_leaves_no_version(store, monkeypatch):

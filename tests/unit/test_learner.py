@@ -1,0 +1,69 @@
+"""The learner without Ray: what it keeps, and what it must never keep."""
+
+import pytest
+import torch
+
+from adaflash.checkpoint import load_drafter
+from adaflash.distill import DistillConfig, RestoreError
+from adaflash.versions import VersionStore, target_fingerprint
+from tests import tiny
+from tests.unit.test_rollouts import record
+from trainer.config import RoundConfig, TrainerConfig
+from trainer.learner import STATE, Learner, NonFinite
+
+
+@pytest.fixture
+def make(target_dir, drafter_dir, tmp_path):
+    """A learner on the tiny target, with the weak drafter as v0; call it again for a restarted one."""
+    store, fingerprint = VersionStore(tmp_path / "store"), target_fingerprint(target_dir)
+    store.publish(load_drafter(drafter_dir / "weak"), torch.float32, target=fingerprint, parent=None)
+
+    def build(**distill):
+        config = TrainerConfig(
+            model=target_dir,
+            versions=tmp_path / "store",
+            state=tmp_path / "state",
+            round=RoundConfig(steps=2),
+            distill=DistillConfig(**distill),
+        )
+        return Learner(config, 0, fingerprint, 0)
+
+    return build
+
+
+def walks(count):
+    rows = tiny.walks(count, 24, torch.Generator().manual_seed(8)).tolist()
+    steps = [1] * 15
+    fields = dict(accepted=steps, verified=[8] * 15)
+    return [record(request_id=str(i), prompt_ids=r[:8], output_ids=r[8:], **fields) for i, r in enumerate(rows)]
+
+
+def test_a_restarted_learner_continues_from_what_was_saved(make):
+    first = make()
+    first.train(walks(20))
+    first.save(["1-0"])
+    second = make()
+    assert second.progress() == (1, 2, ["1-0"])
+    assert len(second.buffer.everything()) == len(first.buffer.everything()) == 20
+    a, b = first.distiller.drafter.state_dict(), second.distiller.drafter.state_dict()
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_round_that_ruins_the_weights_raises_and_leaves_the_durable_state_alone(make, tmp_path):
+    learner = make()
+    learner.train(walks(20))
+    learner.save([])
+    before = (tmp_path / "state" / STATE).read_bytes()
+    learner.distiller.drafter.fc.weight.data[0, 0] = float("nan")
+    with pytest.raises(NonFinite):
+        learner.train(walks(20))
+    assert (tmp_path / "state" / STATE).read_bytes() == before
+    assert make().distiller.finite()
+
+
+def test_a_changed_optimiser_is_refused_by_name_instead_of_failing_later(make):
+    learner = make()
+    learner.train(walks(20))
+    learner.save([])
+    with pytest.raises(RestoreError, match=r"distill.optimizer is adamw"):
+        make(optimizer="adamw")
