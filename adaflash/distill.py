@@ -31,7 +31,7 @@ class DistillConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    loss: LossName = Field("adaflash", description="adaflash, dflash, sft, dpace, tv or draft_opd")
+    loss: LossName = Field("dpace", description="dpace, adaflash, dflash, sft, tv or draft_opd")
     alpha: float = Field(0.8, ge=0, le=1, description="adaflash: share of cross-entropy; the rest is reverse KL")
     clip: float = Field(10.0, gt=0, description="limit of the reverse KL, nats")
     clip_kind: ClipKind = Field("token", description="what the limit is on: a slot's divergence (token) or its entries")

@@ -137,7 +137,7 @@ def train_drafter(home: Path, config: DrafterConfig, saves: dict[int, Path]) -> 
     ).tolist()
     features = teacher.features(sequences, [8] * len(sequences))
     student = random_drafter(config, 1)
-    distiller = Distiller(student, teacher.embedding, teacher.head, DistillConfig(anchors=96), seed=0)
+    distiller = Distiller(student, teacher.embedding, teacher.head, DistillConfig(loss="adaflash", anchors=96), seed=0)
     for step in range(1, max(saves) + 1):
         places = torch.randperm(len(features), generator=generator)[:8].tolist()
         distiller.step([features[i] for i in places])

@@ -36,7 +36,8 @@ def main() -> None:
     file = a.work / "runs.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     done = {(r["setting"], r["variant"], r["seed"]) for r in rows}
-    todo = [(v, s) for s in range(a.seeds) for v in VARIANTS if (v.setting, v.name, s) not in done]
+    wanted = [(v, s) for s in range(a.seeds) for v in VARIANTS if s < v.seeds]
+    todo = [(v, s) for v, s in wanted if (v.setting, v.name, s) not in done]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as bars:
         tasks: dict[str, Any] = {}
