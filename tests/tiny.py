@@ -111,12 +111,6 @@ AWKWARD = {
             "original_max_position_embeddings": 32,
         },
     },
-    "yarn-sliding": {
-        "target_layer_ids": (0, 3),
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
-        "layer_types": ("full_attention", "sliding_attention"),
-        "sliding_window": 12,
-    },
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaflash.checkpoint import check_weights, read_drafter_config, read_weights
-from adaflash.drafter_config import DrafterConfig
+from adaflash.drafter_config import SLIDING, DrafterConfig, DrafterConfigError
 from adaflash.target import target_shape
 from serving.sglang_plugin import loader, receipts
 from serving.worker.config import WorkerConfig
@@ -28,6 +28,10 @@ def check_drafter(model: str, directory: Path) -> DrafterConfig:
     """The config of a drafter that fits the target; raises with the offending key otherwise."""
     config = read_drafter_config(directory)
     config.check_target(target_shape(model))
+    if on_cpu() and SLIDING in (config.layer_types or ()):
+        raise DrafterConfigError(
+            "layer_types: sliding_attention layers are not served on the CPU platform; use full_attention"
+        )
     check_weights(config, read_weights(directory))
     return config
 

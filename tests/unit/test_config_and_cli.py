@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from adaflash.checkpoint import load_drafter, save_drafter
 from adaflash.cli import app
 from adaflash.config import ConfigError, load
+from adaflash.drafter import random_drafter
+from adaflash.drafter_config import DrafterConfigError
 from serving.gateway.config import GatewayConfig
 from serving.worker import launch
 from serving.worker.config import WorkerConfig
@@ -127,6 +131,14 @@ def test_the_configuration_page_is_the_generated_one():
     from scripts.make_config_docs import OUT, render
 
     assert OUT.read_text() == render()
+
+
+def test_a_sliding_drafter_is_refused_on_the_cpu_platform(drafter_dir, target_dir, tmp_path):
+    config = load_drafter(drafter_dir / "weak").config
+    change = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 8}
+    save_drafter(random_drafter(config.model_copy(update=change), 0), tmp_path, torch.float32)
+    with pytest.raises(DrafterConfigError, match="not served on the CPU"):
+        launch.check_drafter(target_dir, tmp_path)
 
 
 def test_an_admin_key_that_looks_like_an_option_is_still_a_key():
