@@ -75,7 +75,7 @@ def write(rows: list[dict[str, Any]], settings: dict[str, Any]) -> None:
         f"`make ablation` on {machine['processor']}, {machine['cores']} cores: SmolLM2-135M-Instruct (bf16), prompts",
         f"from {settings['prompts']}; {settings['training_sequences']} training and",
         f"{settings['held_out_sequences']} held-out greedy answers of at most 64 tokens; 2 drafter layers, block 8,",
-        f"{SEQUENCES} sequences and {ANCHORS} anchors a step, {settings['seeds']} seeds. τ is replayed on the held-out",
+        f"{SEQUENCES} sequences and {ANCHORS} anchors a step. τ is replayed on the held-out",
         "answers; ± is the standard deviation over seeds; the difference is paired by seed.",
     ]
     for setting in ("scratch", "shift"):
@@ -85,14 +85,14 @@ def write(rows: list[dict[str, Any]], settings: dict[str, Any]) -> None:
             if setting == "scratch"
             else f"Adapting: {START_STEPS} steps on code first, then {steps} steps while math arrives"
         )
-        lines += ["", f"## {title}", "", "| | τ | against baseline | math | code | slots to 90 % | s/step |"]
-        lines += ["|---|---|---|---|---|---|---|"]
+        lines += ["", f"## {title}", "", "| | seeds | τ | against baseline | math | code | slots to 90 % | s/step |"]
+        lines += ["|---|---|---|---|---|---|---|---|"]
         for r in (r for r in table if r["setting"] == setting):
             d = r["domains"]
             lines.append(
-                f"| {r['variant']} | {r['tau']:.3f} ± {r['tau_sd']:.3f} | {r['gap']:+.3f} ± {r['gap_sd']:.3f} "
-                f"| {d.get('math', 0):.2f} | {d.get('code', 0):.2f} | {r['tokens_to_90']:.0f} "
-                f"| {r['step_seconds']:.2f} |"
+                f"| {r['variant']} | {r['seeds']} | {r['tau']:.3f} ± {r['tau_sd']:.3f} "
+                f"| {r['gap']:+.3f} ± {r['gap_sd']:.3f} | {d.get('math', 0):.2f} | {d.get('code', 0):.2f} "
+                f"| {r['tokens_to_90']:.0f} | {r['step_seconds']:.2f} |"
             )
     (RESULTS / "ablation.md").write_text("\n".join([*lines, ""]))
     plot(table)
