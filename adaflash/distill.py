@@ -109,7 +109,7 @@ class Distiller:
         blocks = draw_blocks(self.drafter, self.embedding, usable, self.config, self.generator)
         hidden = self.drafter(self.drafter.encode([f.context for f in usable]), *blocks.place, blocks.embeddings)
         out = blocks.loss(hidden, self.head, self.config, overlap=self.head_optimizer is not None)
-        (out.loss + heads_loss(self.drafter, hidden.detach(), blocks, out)).backward()
+        (out.loss + heads_loss(self.drafter, hidden.detach(), blocks, out.argmax, out.overlap)).backward()
         self.optimizers.step()
         if self.head_optimizer is not None:
             self.head_optimizer.step()
@@ -142,14 +142,19 @@ class Distiller:
         }
 
     def _kind(self) -> dict[str, Any]:
-        """The settings that decide which momenta there are."""
-        return {"optimizer": self.config.optimizer, "freeze_context": self.config.freeze_context}
+        """What decides which tensors and momenta there are."""
+        c, d = self.config, self.drafter.config
+        mine = {"distill.optimizer": c.optimizer, "distill.freeze_context": c.freeze_context}
+        return mine | {"length_head": d.length_head, "confidence_head": d.confidence_head}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes up where `state` was made; raises RestoreError if that had other parameters to train."""
         for key, value in self._kind().items():
             if state["kind"].get(key) != value:
-                raise RestoreError(f"distill.{key} is {value} but the saved state has {state['kind'].get(key)}")
+                saved = state["kind"].get(key)
+                raise RestoreError(
+                    f"{key} is {value} but the saved state has {saved}: set it back or move the state away"
+                )
         self.steps = state["steps"]
         self.drafter.load_state_dict(state["drafter"])
         self.averaged.load_state_dict(state["averaged"])
@@ -165,7 +170,7 @@ class Blocks:
 
     `place`: their sequence and anchor, each [n]; `embeddings` [n, B, H]; `inside` [n, B - 1]: slots before the end of
     their sequence; `token` [n, B - 1] served tokens (0 outside); `greedy` [n]: the target's argmax was served;
-    `rows`, `slots`: flat, for the m slots inside.
+    `teacher_states` [P, H]: the target's final states; `rows`, `slots`: flat, for the m slots inside.
     """
 
     place: tuple[Tensor, Tensor]
@@ -222,22 +227,25 @@ def draw_blocks(
     )
 
 
-def heads_loss(drafter: Drafter, hidden: Tensor, blocks: Blocks, out: DistillLoss) -> Tensor:
-    """What the heads learn from the same blocks; zero without heads. hidden [n, B, H], detached."""
+def heads_loss(drafter: Drafter, hidden: Tensor, blocks: Blocks, argmax: Tensor, overlap: Tensor | None) -> Tensor:
+    """What the heads learn from the same blocks; zero without heads.
+
+    hidden [n, B, H], detached; argmax and overlap (1 - TV) of the m slots inside.
+    """
     loss = hidden.new_zeros(())
     if drafter.length_head is not None:
-        matched = (blocks.spread(out.argmax) == blocks.token) & blocks.inside
+        matched = (blocks.spread(argmax) == blocks.token) & blocks.inside
         # A block cut by the end of its sequence says nothing about how far the run would have gone.
         whole = blocks.inside[:, -1]
         if bool(whole.any()):
             run = matched.float().cumprod(-1).sum(-1)
-            if out.overlap is not None:
+            if overlap is not None:
                 # Sampled tokens say little about one block; its expected run under 1 - TV per slot says it all.
-                expected = blocks.spread(out.overlap).cumprod(-1).sum(-1)
+                expected = blocks.spread(overlap).cumprod(-1).sum(-1)
                 run = torch.where(blocks.greedy, run, expected)
             loss = loss + length_loss(drafter.length_head(hidden[whole]), run[whole], drafter.config.block_size)
-    if drafter.confidence_head is not None and out.overlap is not None:
-        loss = loss + confidence_loss(drafter.confidence_head.raw(hidden), blocks.spread(out.overlap), blocks.inside)
+    if drafter.confidence_head is not None and overlap is not None:
+        loss = loss + confidence_loss(drafter.confidence_head.raw(hidden), blocks.spread(overlap), blocks.inside)
     return loss
 
 

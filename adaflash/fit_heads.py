@@ -22,10 +22,9 @@ from adaflash.drafter import Drafter, random_drafter
 from adaflash.errors import UserError
 from adaflash.fingerprints import fingerprint
 from adaflash.heads import DEFAULT_WIDTH, expected_calibration_error, fit_temperatures
-from adaflash.losses import DistillLoss
 from adaflash.samples import Progress
 from adaflash.target import Features, Target
-from adaflash.vocabulary import HiddenTeacher, slot_pass
+from adaflash.vocabulary import HiddenTeacher, SlotValues, slot_pass
 
 RATE, LEAST_SURVIVAL = 1.3, 0.3
 _SEQUENCES, _SAVE_EVERY, _HELD_OUT = 8, 50, 0.2
@@ -74,11 +73,12 @@ def fit_heads(
     `file` keeps what an interrupted run has done; FitError if it belongs to another drafter, samples, seed or rate.
     """
     usable = [f for f in features if len(f.ids) - f.prompt >= 2]
-    if len(usable) < 2:
-        raise FitError("fitting needs at least two samples with something to draft")
+    if len(usable) < 4:
+        raise FitError("fitting needs at least four samples with something to draft: to train, calibrate and judge on")
     assert drafter.confidence_head is not None and drafter.length_head is not None
-    count = max(1, int(len(usable) * _HELD_OUT))
-    held, training = usable[:count], usable[count:]
+    count = max(2, int(len(usable) * _HELD_OUT))  # half of those calibrate, half judge
+    mixed = random.Random(seed).sample(usable, len(usable))  # a file may be sorted
+    held, training = mixed[:count], mixed[count:]
     heads = [p for n, p in drafter.named_parameters() if n.startswith(("length_head.", "confidence_head."))]
     optimizer = torch.optim.AdamW(heads, lr=rate)
     mine = weights_fingerprint({n: p.detach() for n, p in drafter.trunk_parameters()})
@@ -91,12 +91,12 @@ def fit_heads(
         generator = torch.Generator().manual_seed(chooser.getrandbits(62))
         hidden, blocks, seen = _observe(drafter, target, batch, config, generator)
         optimizer.zero_grad()
-        heads_loss(drafter, hidden, blocks, seen).backward()
+        heads_loss(drafter, hidden, blocks, seen.argmax, seen.overlap).backward()
         optimizer.step()
         if (step + 1) % _SAVE_EVERY == 0:
             _save(drafter, optimizer, step + 1, mine, file)
         progress("fitting", step + 1, steps)
-    before, after = _calibrate(drafter, target, held, seed)
+    before, after = _calibrate(drafter, target, held[::2], held[1::2], seed)
     walks = [
         replay(drafter, held, target.embedding, target.head, rule)
         for rule in (None, length_rule(RATE), survival_rule(LEAST_SURVIVAL))
@@ -107,37 +107,46 @@ def fit_heads(
 @torch.no_grad()
 def _observe(
     drafter: Drafter, target: Target, batch: Sequence[Features], config: DistillConfig, generator: torch.Generator
-) -> tuple[Tensor, Blocks, DistillLoss]:
+) -> tuple[Tensor, Blocks, SlotValues]:
     """Blocks on `batch`, their states [n, B, H], and what the slots' distributions say; no loss is computed."""
     blocks = draw_blocks(drafter, target.embedding, batch, config, generator)
     hidden = drafter(drafter.encode([f.context for f in batch]), *blocks.place, blocks.embeddings)
     teacher, used = HiddenTeacher(blocks.teacher_states, target.head), hidden[:, 1:][blocks.inside]
-    v = slot_pass(used, target.head, teacher, blocks.rows, blocks.slots.token, [], overlap=True)
-    zero = hidden.new_zeros(())
-    return hidden, blocks, DistillLoss(zero, v.cross_entropy, v.cross_entropy, 0.0, v.agreement, v.argmax, v.overlap)
+    seen = slot_pass(used, target.head, teacher, blocks.rows, blocks.slots.token, [], overlap=True)
+    return hidden, blocks, seen
+
+
+def _calibrate(
+    drafter: Drafter, target: Target, fit_on: Sequence[Features], judge_on: Sequence[Features], seed: int
+) -> tuple[float, float]:
+    """Fits the temperatures on what held-out blocks really accepted; returns the error on others, before and after."""
+    head = drafter.confidence_head
+    assert head is not None
+    raw, accepted, reached = _outcomes(drafter, target, fit_on, seed)
+    other_raw, other_accepted, other_reached = _outcomes(drafter, target, judge_on, seed)
+
+    def error() -> float:
+        probability = torch.sigmoid(other_raw / head.temperature)
+        return expected_calibration_error(probability[other_reached], other_accepted[other_reached].float())
+
+    head.temperature.fill_(1.0)
+    before = error()
+    head.temperature.copy_(fit_temperatures(raw, accepted.float(), reached))
+    return before, error()
 
 
 @torch.no_grad()
-def _calibrate(drafter: Drafter, target: Target, held: Sequence[Features], seed: int) -> tuple[float, float]:
-    """Fits the temperatures on what held-out blocks really accepted; returns the error before and after."""
-    head = drafter.confidence_head
-    assert head is not None
-    config = DistillConfig(anchors=max(_CALIBRATION_ANCHORS, len(held)))
-    hidden, blocks, seen = _observe(drafter, target, held, config, torch.Generator().manual_seed(seed))
+def _outcomes(
+    drafter: Drafter, target: Target, sequences: Sequence[Features], seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Uncalibrated logits, what was accepted, and which slots were reached, each [n, B - 1]."""
+    config = DistillConfig(anchors=max(_CALIBRATION_ANCHORS, len(sequences)))
+    hidden, blocks, seen = _observe(drafter, target, sequences, config, torch.Generator().manual_seed(seed))
     accepted = (blocks.spread(seen.argmax) == blocks.token) & blocks.inside
     # A slot is only ever judged when every slot before it was accepted.
     before = torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1]], 1).long().cumprod(-1).bool()
-    reached = before & blocks.inside
-    raw = head.raw(hidden)
-
-    def error() -> float:
-        probability = torch.sigmoid(raw / head.temperature)
-        return expected_calibration_error(probability[reached], accepted[reached].float())
-
-    head.temperature.fill_(1.0)
-    first = error()
-    head.temperature.copy_(fit_temperatures(raw, accepted.float(), reached))
-    return first, error()
+    assert drafter.confidence_head is not None
+    return drafter.confidence_head.raw(hidden), accepted, before & blocks.inside
 
 
 def _save(drafter: Drafter, optimizer: torch.optim.Optimizer, step: int, mine: str, file: Path) -> None:

@@ -25,7 +25,7 @@ from adaflash.distill import DistillConfig, Distiller
 from adaflash.drafter import Drafter, random_drafter
 from adaflash.errors import UserError
 from adaflash.fingerprints import fingerprint
-from adaflash.samples import Answerer, Conversation, Progress, Sample, featurize, read_samples, write_samples
+from adaflash.samples import Answerer, Conversation, Progress, Sample, featurize, hold_out, read_samples, write_samples
 from adaflash.target import Features, Target, target_shape
 
 LONGEST = 2048  # tokens; longer sequences are cut at the end
@@ -77,8 +77,9 @@ def pretrain(o: PretrainOptions, conversations: Sequence[Conversation], out: Pat
     drafter.to(target.device)
     samples, skipped = _samples(o, target, conversations, work, progress)
     features = featurize(target, samples, LONGEST, progress)
-    count = max(1, int(len(features) * _HELD_OUT))
-    held, training = features[:count], features[count:] or features[:count]
+    places = hold_out(samples, _HELD_OUT)
+    held = [features[i] for i in places]
+    training = [f for i, f in enumerate(features) if i not in places] or held
     before = replay(drafter, held, target.embedding, target.head)
     distiller = Distiller(drafter, target.embedding, target.head, o.distill, o.seed)
     resumed = _restore(distiller, work)
@@ -88,7 +89,7 @@ def pretrain(o: PretrainOptions, conversations: Sequence[Conversation], out: Pat
         progress("stopped early", distiller.steps, o.steps)
     after = replay(distiller.averaged, held, target.embedding, target.head)
     save_drafter(distiller.averaged, out, target_dtype(o.model))
-    domains = [s.domain for s in samples[:count]]
+    domains = [samples[i].domain for i in places]
     return Result(distiller.steps, time.monotonic() - began, before, after, domains, skipped, resumed)
 
 

@@ -88,6 +88,14 @@ def read_samples(file: Path, vocabulary: int, longest: int) -> tuple[list[Sample
     return out, skipped
 
 
+def hold_out(samples: Sequence[Sample], share: float) -> list[int]:
+    """Places of the samples to judge on: the first `share` of every domain, at least one of each."""
+    places: dict[str, list[int]] = {}
+    for i, s in enumerate(samples):
+        places.setdefault(s.domain, []).append(i)
+    return sorted(i for mine in places.values() for i in mine[: max(1, int(len(mine) * share))])
+
+
 def write_samples(file: Path, samples: Iterable[Sample]) -> None:
     """Appends samples to a JSONL file."""
     file.parent.mkdir(parents=True, exist_ok=True)

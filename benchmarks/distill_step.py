@@ -77,7 +77,7 @@ def one_side(side: str, size: tuple[int, ...], out: Path) -> None:
     """In a child process: a few steps; prints seconds, peak bytes and loss, writes the gradients."""
     hidden, vocabulary, context, anchors, block = size
     features, head = tensors(hidden, vocabulary, context)
-    drafter, config = drafter_of(hidden, vocabulary, block), DistillConfig(anchors=anchors)
+    drafter, config = drafter_of(hidden, vocabulary, block), DistillConfig(loss="adaflash", anchors=anchors)
     blocks = draw_blocks(drafter, head, [features], config, torch.Generator().manual_seed(1))
     before = psutil.Process().memory_info().rss
     seconds, loss = float("inf"), torch.zeros(())

@@ -10,10 +10,8 @@ import json
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from adaflash.cli_offline import progress_bars
 from benchmarks.ablation import report
 from benchmarks.ablation.jobs import enter, make_bench, run_job, start_job, time_job
 from benchmarks.ablation.run import start_path
@@ -36,17 +34,9 @@ def main() -> None:
     file = a.work / "runs.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     done = {(r["setting"], r["variant"], r["seed"]) for r in rows}
-    wanted = [(v, s) for s in range(a.seeds) for v in VARIANTS if s < v.seeds]
+    wanted = [(v, s) for s in range(a.seeds) for v in VARIANTS if v.seeds is None or s < v.seeds]
     todo = [(v, s) for v, s in wanted if (v.setting, v.name, s) not in done]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(what: str, n: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=n)
-
+    with progress_bars() as show:
         if not (a.work / "samples.jsonl").is_file():
             make_bench(a, show)
         starts = [(s, n) for n in range(a.seeds) for s in SETTINGS]
@@ -57,7 +47,7 @@ def main() -> None:
                 show("first drafters", i + 1, len(starts))
             for i, job in enumerate(as_completed([pool.submit(run_job, *t) for t in todo])):
                 row = job.result()
-                bars.console.print(f"{row['setting']:8} {row['variant']:36} seed {row['seed']}: tau {row['tau']:.3f}")
+                show.console.print(f"{row['setting']:8} {row['variant']:36} seed {row['seed']}: tau {row['tau']:.3f}")
                 rows.append(row)
                 with file.open("a") as f:
                     f.write(json.dumps(row) + "\n")

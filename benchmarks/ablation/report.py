@@ -45,7 +45,7 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "tau_sd": statistics.stdev(taus) if len(taus) > 1 else 0.0,
                 "gap": statistics.mean(gaps) if gaps else 0.0,
                 "gap_sd": statistics.stdev(gaps) if len(gaps) > 1 else 0.0,
-                "domains": {d: statistics.mean(r["domains"][d] for r in mine.values()) for d in taus_by(mine)},
+                "domains": {d: statistics.mean(r["domains"][d] for r in mine.values()) for d in domains_of(mine)},
                 "tokens_to_90": statistics.mean(tokens_to_reach(r["curve"]) for r in mine.values()),
                 "step_seconds": statistics.median(r["step_seconds"] for r in mine.values()),
                 "curve": [
@@ -57,7 +57,7 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def taus_by(mine: dict[int, dict[str, Any]]) -> list[str]:
+def domains_of(mine: dict[int, dict[str, Any]]) -> list[str]:
     """Domains that every run has."""
     return sorted(set.intersection(*(set(r["domains"]) for r in mine.values())))
 

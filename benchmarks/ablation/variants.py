@@ -25,7 +25,7 @@ class Variant:
     config: dict[str, Any] = field(default_factory=dict)
     new_share: float = 0.5
     vocabulary: int = 0
-    seeds: int = 99
+    seeds: int | None = None
 
 
 BASE: dict[str, Any] = {"loss": "adaflash", "alpha": 0.8, "clip": 10.0, "decay": 7.0}

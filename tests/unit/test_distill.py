@@ -205,6 +205,11 @@ def test_a_state_with_other_momenta_is_refused_by_the_settings_name(change, key)
         distiller(**change).restore(distiller().state())
 
 
+def test_a_state_without_heads_is_refused_by_a_drafter_with_heads():
+    with pytest.raises(RestoreError, match="length_head is 16"):
+        distiller(Drafter(CONFIG.with_heads(length_head=16, confidence_head=False))).restore(distiller().state())
+
+
 def test_a_compiled_step_computes_the_same():
     batch = [features(40, 3), features(36, 4, seed=3)]
     plain, compiled = distiller(), distiller(compile=True)

@@ -140,7 +140,7 @@ def test_what_an_interrupted_fit_left_is_not_taken_for_another_drafters(drafter_
         fit(drafter_dir, traffic, tmp_path / "f", steps=60, seed=1)
 
 
-def test_one_sample_is_too_few_to_fit_on(drafter_dir, traffic, tmp_path):
+def test_three_samples_are_too_few_to_fit_on(drafter_dir, traffic, tmp_path):
     target, features = traffic
-    with pytest.raises(FitError, match="at least two"):
-        fit(drafter_dir, (target, features[:1]), tmp_path / "f")
+    with pytest.raises(FitError, match="at least four"):
+        fit(drafter_dir, (target, features[:3]), tmp_path / "f")

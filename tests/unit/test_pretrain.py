@@ -20,6 +20,11 @@ from tests.unit.test_drafter import CONFIG
 TALK = [Conversation([{"role": "user", "content": f"item {i}"}], "ab"[i % 2]) for i in range(20)]
 
 
+def test_a_file_sorted_by_domain_is_held_out_from_every_domain(target_dir, tmp_path):
+    talk = sorted(TALK, key=lambda c: c.domain)
+    assert run(target_dir, tmp_path / "out", talk=talk, steps=1).domains == ["a", "b"]
+
+
 class Enough(Exception):
     pass
 
