@@ -34,7 +34,7 @@ def main() -> None:
     file = a.work / "runs.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     done = {(r["setting"], r["variant"], r["seed"]) for r in rows}
-    wanted = [(v, s) for s in range(a.seeds) for v in VARIANTS if v.seeds is None or s < v.seeds]
+    wanted = [(v, s) for s in range(a.seeds) for v in VARIANTS]
     todo = [(v, s) for v, s in wanted if (v.setting, v.name, s) not in done]
     with progress_bars() as show:
         if not (a.work / "samples.jsonl").is_file():

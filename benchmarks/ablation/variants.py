@@ -16,8 +16,7 @@ Setting = Literal["scratch", "shift"]
 class Variant:
     """`config` overrides DistillConfig. `new_share`: share of a step's sequences from the new traffic (shift only).
 
-    `vocabulary`: rows of a reduced draft head, 0 for the target's own. `seeds`: fewer where one tells everything (a
-    random drafter never has a draft accepted, and without an accepted slot `draft_opd` only says what not to draft).
+    `vocabulary`: rows of a reduced draft head, 0 for the target's own.
     """
 
     name: str
@@ -25,7 +24,6 @@ class Variant:
     config: dict[str, Any] = field(default_factory=dict)
     new_share: float = 0.5
     vocabulary: int = 0
-    seeds: int | None = None
 
 
 BASE: dict[str, Any] = {"loss": "adaflash", "alpha": 0.8, "clip": 10.0, "decay": 7.0}
@@ -36,7 +34,7 @@ VARIANTS = [
     Variant("sft: CE on served tokens, no decay", "scratch", {"loss": "sft"}),
     Variant("dpace", "scratch", {"loss": "dpace"}),
     Variant("tv", "scratch", {"loss": "tv"}),
-    Variant("draft_opd", "scratch", {"loss": "draft_opd"}, seeds=1),
+    Variant("draft_opd", "scratch", {"loss": "draft_opd"}),
     Variant("clip 0.1 per entry", "scratch", {"clip": 0.1, "clip_kind": "entry"}),
     Variant("AdamW 1e-3", "scratch", {"optimizer": "adamw", "learning_rate": 1e-3}),
     Variant("draft vocabulary 8192", "scratch", vocabulary=8192),
