@@ -65,6 +65,8 @@ def worker(
     versions: Annotated[Path | None, typer.Option(help="Drafter version store, shared with the trainer.")] = None,
     drafter: Annotated[Path | None, typer.Option(help="Drafter to start with while nothing is released.")] = None,
     route: Annotated[str | None, typer.Option(help="dspark (default), dflash (safe mode) or none.")] = None,
+    verify: Annotated[str | None, typer.Option(help="static (default), shadow or adaptive verify lengths.")] = None,
+    cost_table: Annotated[Path | None, typer.Option(help="From adaflash profile-verify, for adaptive.")] = None,
     host: Annotated[str | None, typer.Option(help="Address the engine listens on.")] = None,
     port: Annotated[int | None, typer.Option(help="Engine port.")] = None,
     ops_port: Annotated[int | None, typer.Option(help="Port of the agent's /metrics, /healthz, /readyz.")] = None,
@@ -78,8 +80,47 @@ def worker(
     from serving.worker.config import WorkerConfig
 
     given = dict(model=model, name=name, versions=versions, drafter=drafter, route=route, host=host, port=port)
-    given |= dict(ops_port=ops_port, dtype=dtype, redis_url=redis_url)
+    given |= dict(ops_port=ops_port, dtype=dtype, redis_url=redis_url, verify=verify, cost_table=cost_table)
     Agent(load(WorkerConfig, config, **given, **settings(more))).run()
+
+
+@app.command("profile-verify")
+def profile_verify(
+    out: Annotated[Path, typer.Option(help="Cost table to write, for the worker's --cost-table.")],
+    config: ConfigFile = None,
+    model: Annotated[str | None, typer.Option(help="Target: local HF directory or hub id.")] = None,
+    drafter: Annotated[
+        Path | None, typer.Option(help="Drafter whose shape counts. Default: --layers, --block.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Drafter layers, without --drafter.", min=1)] = 2,
+    block: Annotated[int, typer.Option(help="Slots per block, without --drafter.", min=2)] = 8,
+    requests: Annotated[str, typer.Option(help="Batch sizes to measure, comma separated.")] = "1,2,4,8,16",
+    context: Annotated[int, typer.Option(help="Prompt tokens per request.", min=1)] = 128,
+    steps: Annotated[int, typer.Option(help="Steps counted per cell and pass.", min=2)] = 12,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    more: Set = None,
+) -> None:
+    """Measure what verify steps cost on this machine, for adaptive lengths. Takes the worker's settings; minutes."""
+    from adaflash.bootstrap import drafter_config
+    from adaflash.cli_offline import progress_bars
+    from adaflash.config import load
+    from serving.worker.config import WorkerConfig
+    from serving.worker.profile import profile
+
+    c = load(WorkerConfig, config, model=model, dtype=dtype, **settings(more))
+    try:
+        batches = [int(r) for r in requests.split(",")]
+    except ValueError:
+        raise UserError(f"--requests {requests}: expected numbers with commas, such as 1,4,16") from None
+    shape = drafter or drafter_config(c.model, layers=layers, block=block)
+    with progress_bars() as show:
+        table = profile(c, shape, requests=batches, context=context, steps=steps, progress=show)
+    table.save(out)
+    print(f"{out}: block {table.block_size} on {table.machine}; milliseconds of a step")
+    shares = " ".join(f"{f:>6.0%}" for f in table.fractions)
+    print(f"  requests  plain  slots verified: {shares}")
+    for r, plain, row in zip(table.requests, table.plain_seconds, table.seconds, strict=True):
+        print(f"  {r:8} {plain * 1e3:6.1f}{' ' * 18}" + " ".join(f"{s * 1e3:6.1f}" for s in row))
 
 
 @app.command()

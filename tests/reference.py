@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -92,14 +93,76 @@ def draft_hidden(c: DrafterConfig, w: dict[str, Tensor], context: Tensor, block:
     return rms(x, w["norm.weight"], c.rms_norm_eps)
 
 
+def confidences(w: dict[str, Tensor], hidden: Tensor) -> list[float]:
+    """The confidence head on the final-normed block [B, hidden]: sigma((p . h_j + b) / T_j) per drafted slot."""
+    weight, bias, t = (w[f"confidence_head.{n}"] for n in ("proj.weight", "proj.bias", "temperature"))
+    return [1 / (1 + math.exp(-float((weight[0] @ h + bias[0]) / t[j]))) for j, h in enumerate(hidden[1:])]
+
+
+def length_rows(w: dict[str, Tensor], hidden: Tensor, rate: float) -> int:
+    """AdaFlash's rule: the scalar head's ratio times block and rate, rounded, within 1..B."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return w[f"length_head.{name}.weight"] @ x + w[f"length_head.{name}.bias"]
+
+    x = linear("down", torch.cat([hidden.mean(0), hidden[-1]]))
+    x = x * torch.sigmoid(x)
+    y = linear("res.0", x)
+    ratio = torch.sigmoid(linear("out", x + y * torch.sigmoid(y)))
+    return max(1, min(len(hidden), round(float(ratio) * len(hidden) * rate)))
+
+
+def best_budget(survival: list[float], cost: Callable[[int], float], least_gain: float = 0.03) -> int:
+    """Slots that one request should verify: argmax of tokens over seconds, all of them if that gains too little."""
+    speeds = [(1 + sum(survival[:m])) / cost(m) for m in range(len(survival) + 1)]
+    worth = sum(s >= 1e-6 for s in survival)
+    best = max(range(worth + 1), key=lambda m: speeds[m])
+    return best if speeds[best] / speeds[-1] - 1 >= least_gain else len(survival)
+
+
+def survival_rows(w: dict[str, Tensor], cost: Callable[[int], float]) -> Callable[[Tensor], int]:
+    """Rows to verify for one request alone, by the confidence head: the budget comes from two steps ago.
+
+    A new function for each request: it remembers the request's steps.
+    """
+    past: list[list[float]] = []
+
+    def rows(hidden: Tensor) -> int:
+        c = confidences(w, hidden)
+        survival = [math.prod(c[: j + 1]) for j in range(len(c))]
+        past.append(survival)
+        planned = past[-3] if len(past) > 2 else [1.0] * len(c)
+        return 1 + min(best_budget(planned, cost), sum(s >= 1e-6 for s in survival))
+
+    return rows
+
+
 @torch.inference_mode()
 def speculative_walk(
-    model: object, c: DrafterConfig, w: dict[str, Tensor], prompt: list[int], tokens: int
+    model: object,
+    c: DrafterConfig,
+    w: dict[str, Tensor],
+    prompt: list[int],
+    tokens: int,
 ) -> tuple[list[int], list[int]]:
     """Greedy speculative decoding that recomputes everything at every step.
 
     Returns the output ids and, per verify step, how many drafted tokens were correct.
     """
+    ids, correct, _ = verified_walk(model, c, w, prompt, tokens, len)
+    return ids, correct
+
+
+@torch.inference_mode()
+def verified_walk(
+    model: object,
+    c: DrafterConfig,
+    w: dict[str, Tensor],
+    prompt: list[int],
+    tokens: int,
+    rows: Callable[[Tensor], int],
+) -> tuple[list[int], list[int], list[int]]:
+    """The same where `rows` chooses from the block's states how many rows to verify; also returns those numbers."""
     ids = list(prompt)
     states: dict[int, Tensor] = {}
     handles = [
@@ -110,13 +173,14 @@ def speculative_walk(
     ]
     try:
         anchor = int(model(torch.tensor([ids])).logits[0, -1].argmax())  # type: ignore[operator]
-        output, correct = [anchor], []
+        output, correct, verified = [anchor], [], []
         while len(output) < tokens:
             model(torch.tensor([ids]))  # type: ignore[operator]
             context = torch.cat([states[i] for i in c.target_layer_ids], -1)
             block_ids = torch.tensor([anchor] + [c.mask_token_id] * (c.block_size - 1))
             hidden = draft_hidden(c, w, context, model.get_input_embeddings()(block_ids))  # type: ignore[attr-defined]
-            drafts = model.lm_head(hidden[1:]).argmax(-1).tolist()  # type: ignore[attr-defined]
+            verified.append(rows(hidden))
+            drafts = model.lm_head(hidden[1:]).argmax(-1).tolist()[: verified[-1] - 1]  # type: ignore[attr-defined]
             logits = model(torch.tensor([[*ids, anchor, *drafts]])).logits[0, len(ids) :]  # type: ignore[operator]
             truth = logits.argmax(-1).tolist()
             run = 0
@@ -129,4 +193,27 @@ def speculative_walk(
     finally:
         for h in handles:
             h.remove()
-    return output[:tokens], correct
+    return output[:tokens], correct, verified
+
+
+def penalised(logits: Tensor, output: list[int], p: dict[str, float], stops: list[int]) -> Tensor:
+    """Next-token logits [V] after `output`, from the formulas: frequency and presence subtract, repetition scales."""
+    out = logits.clone().float()
+    for token in set(output):
+        out[token] -= p.get("frequency_penalty", 0.0) * output.count(token) + p.get("presence_penalty", 0.0)
+    if len(output) < p.get("min_new_tokens", 0):
+        out[stops] = -math.inf
+    for token in set(output):
+        r = p.get("repetition_penalty", 1.0)
+        out[token] = out[token] * r if out[token] < 0 else out[token] / r
+    return out
+
+
+@torch.inference_mode()
+def penalised_greedy(model: object, prompt: list[int], tokens: int, p: dict[str, float], stops: list[int]) -> list[int]:
+    """Greedy decoding with penalties, one full forward per token; ends at a stop token."""
+    output: list[int] = []
+    while len(output) < tokens and not (output and output[-1] in stops):
+        logits = model(torch.tensor([prompt + output])).logits[0, -1]  # type: ignore[operator]
+        output.append(int(penalised(logits, output, p, stops).argmax()))
+    return output

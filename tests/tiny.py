@@ -114,11 +114,17 @@ AWKWARD = {
 }
 
 
+HEADED = {"narrow": 2, "headed": BLOCK, "wide": 16}  # drafters with both heads, by block size
+
+
 def make_drafters(home: Path, out: Path) -> None:
-    """`random`, `weak` and `good` drafters of the target, fp32."""
+    """`random`, `weak` and `good` drafters of the target, and those of `HEADED`, all fp32."""
     config = drafter_config(str(home), layers=2, block=BLOCK)
     save_drafter(random_drafter(config, 0), out / "random", torch.float32)
     train_drafter(home, config, {30: out / "weak", 120: out / "good"})
+    for name, block in HEADED.items():
+        with_heads = drafter_config(str(home), layers=2, block=block, length_head=True)
+        train_drafter(home, with_heads, {30: out / f"{name}-weak", 60: out / name})
 
 
 def train_drafter(home: Path, config: DrafterConfig, saves: dict[int, Path]) -> None:
@@ -131,7 +137,8 @@ def train_drafter(home: Path, config: DrafterConfig, saves: dict[int, Path]) -> 
     ).tolist()
     features = teacher.features(sequences, [8] * len(sequences))
     student = random_drafter(config, 1)
-    distiller = Distiller(student, teacher.embedding, teacher.head, DistillConfig(loss="adaflash", anchors=96), seed=0)
+    distilling = DistillConfig(loss="adaflash", anchors=96, head_learning_rate=3e-3)
+    distiller = Distiller(student, teacher.embedding, teacher.head, distilling, seed=0)
     for step in range(1, max(saves) + 1):
         places = torch.randperm(len(features), generator=generator)[:8].tolist()
         distiller.step([features[i] for i in places])
@@ -147,7 +154,7 @@ def make_awkward(home: Path, out: Path) -> None:
 
 
 def ensure() -> Path:
-    """The cached directory with `target/`, `drafters/{random,weak,good}/`, `tied/` and `awkward/`."""
+    """The cached directory with `target/`, `drafters/*/`, `tied/` and `awkward/`."""
     sources = [Path(__file__), *(Path(m.__file__) for m in MADE_BY)]
     key = hashlib.sha256(b"".join(p.read_bytes() for p in sources)).hexdigest()[:12]
     home = cache_dir() / "tests" / key

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from serving.sglang_plugin.telemetry import Telemetry
+from serving.sglang_plugin.verify_telemetry import StepFacts, VerifySteps
 from serving.sglang_plugin.writer import RolloutWriter
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,14 @@ class Finished:
 class Capture:
     """Steps of all running requests of one scheduler."""
 
-    def __init__(self, width: int, offer: Callable[[Finished], None], telemetry: Telemetry) -> None:
-        self.width, self._offer, self._telemetry = width, offer, telemetry
+    def __init__(
+        self,
+        width: int,
+        offer: Callable[[Finished], None],
+        telemetry: Telemetry,
+        steps: VerifySteps | None = None,
+    ) -> None:
+        self.width, self.steps, self._offer, self._telemetry = width, steps, offer, telemetry
         self._running: dict[str, _Steps] = {}
         self._swept = time.monotonic()
 
@@ -117,15 +124,21 @@ class Capture:
 class StepOnDevice:
     """SGLang's DeviceAuxiliaryOutput: clones, since the originals may live in graph buffers."""
 
-    def __init__(self, capture: Capture, accepted: Tensor | None, caps: Tensor | None) -> None:
+    def __init__(self, capture: Capture, result: Any, adaptive: Any, seconds: float | None) -> None:
+        """`adaptive`: the rank's `Adaptive` or None. `seconds`: how long the step before took, if it was alike."""
         self.capture = capture
-        self.accepted = accepted.clone() if accepted is not None else None
-        self.caps = caps.clone() if caps is not None else None
+        verify = result.accept_lens is not None
+        confidence = adaptive.confidence if adaptive is not None and verify else None
+        tensors = (result.accept_lens, getattr(result, "cap_lens", None), confidence)
+        self.tensors = tuple(t.clone() if t is not None else None for t in tensors)
+        self.facts: StepFacts | None = None
+        if capture.steps is not None and verify:
+            self.facts = StepFacts(adaptive.drafting, adaptive.decision, seconds) if adaptive else StepFacts()
 
     def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> StepOnHost:
         """Starts the copies; SGLang synchronises before `consume`."""
-        accepted = copy_tensor(self.accepted) if self.accepted is not None else None
-        return StepOnHost(self.capture, accepted, copy_tensor(self.caps) if self.caps is not None else None)
+        accepted, caps, confidence = (copy_tensor(t) if t is not None else None for t in self.tensors)
+        return StepOnHost(self.capture, accepted, caps, confidence, self.facts)
 
 
 @dataclass(frozen=True)
@@ -135,18 +148,23 @@ class StepOnHost:
     capture: Capture
     accepted: Tensor | None
     caps: Tensor | None
+    confidence: Tensor | None = None
+    facts: StepFacts | None = None
 
     def consume(self, batch: Any, commits: Any) -> None:
         """Called by SGLang right before the step's tokens are streamed."""
         try:
             accepted = self.accepted.tolist() if self.accepted is not None else None
-            self.capture.consume(batch, commits, accepted, self.caps.tolist() if self.caps is not None else None)
+            caps = self.caps.tolist() if self.caps is not None else None
+            self.capture.consume(batch, commits, accepted, caps)
+            if self.facts is not None and accepted is not None and self.capture.steps is not None:
+                self.capture.steps.observe(accepted, caps, self.confidence, self.facts)
         except Exception:
             logger.exception("rollout capture failed on a step")
             self.capture._telemetry.capture_failed()
 
 
-def start_capture(worker: Any) -> Capture:
+def start_capture(adaptive: Any) -> Capture:
     """The capture of a scheduler, with its writer thread; what it needs comes from the launcher's environment."""
     from sglang.srt.runtime_context import get_spec
 
@@ -159,4 +177,4 @@ def start_capture(worker: Any) -> Capture:
         telemetry=telemetry,
     )
     writer.start()
-    return Capture(width, writer.offer, telemetry)
+    return Capture(width, writer.offer, telemetry, VerifySteps(width, adaptive))

@@ -51,7 +51,7 @@ def _load(model: Any, named_tensors: list[tuple[str, Tensor]], rank: int) -> Non
     try:
         message = json.loads(bytes(dict(named_tensors)[MESSAGE].cpu().numpy()).decode())
         swap = message["swap"]
-        weights = _read(Path(message["directory"]))
+        weights = own_names(model, _read(Path(message["directory"])))
         _replace(model, weights)
     except Exception as error:
         logger.exception("drafter swap %s failed, the previous drafter stays", swap)
@@ -65,31 +65,39 @@ def _read(directory: Path) -> dict[str, Tensor]:
     resolved = directory.resolve()
     if root not in resolved.parents:
         raise PermissionError(f"{directory} is outside the staging folder")
-    return without_heads(load_file(resolved / "model.safetensors"))
+    return load_file(resolved / "model.safetensors")
 
 
 def _replace(model: Any, weights: dict[str, Tensor]) -> None:
     """All or nothing: loads `weights`, proves that they are in the parameters, or restores what was there."""
     _synchronize()
-    kept = {name: p.detach().clone() for name, p in model.named_parameters() if not _shared(name)}
+    kept = {name: p.detach().clone() for name, p in _state(model)}
     try:
         check_shapes(model, weights)
         model.load_weights(weights.items())
         _refresh(model)
         _prove(model, weights)
     except BaseException:
-        for name, p in model.named_parameters():
-            if name in kept:
-                p.data.copy_(kept[name])
+        for name, p in _state(model):
+            p.data.copy_(kept[name])
         _refresh(model)
         raise
     finally:
         _synchronize()
 
 
-def without_heads(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The trunk's tensors: length and confidence heads have no place in a draft model that verifies whole blocks."""
+def own_names(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that `model` has a place for, by its names; whole-block verification has none for the heads."""
+    if hasattr(model, "own_names"):
+        own: dict[str, Tensor] = model.own_names(weights.items())
+        return own
     return {n: t for n, t in weights.items() if not n.startswith(_HEADS)}
+
+
+def _state(model: Any) -> list[tuple[str, Tensor]]:
+    """What a load changes: the draft parameters, and which heads are present."""
+    heads = [(n, b) for n, b in model.named_buffers() if n.startswith("confidence_head.")]
+    return [(n, p) for n, p in model.named_parameters() if not _shared(n)] + heads
 
 
 def _shared(name: str) -> bool:

@@ -23,6 +23,8 @@ class Telemetry:
         self.verify_steps = Counter("adaflash_verify_steps_total", "Verify steps of finished requests.", ["domain"])
         self.verified_rows = Counter("adaflash_verified_rows_total", "Block rows the target verified, anchor included.")
         self.slot_accepted = Counter("adaflash_slot_accepted_total", "Verify steps that accepted this slot.", ["slot"])
+        self.slot_verified = Counter("adaflash_slot_verified_total", "Verify steps that verified this slot.", ["slot"])
+        self.wasted_rows = Counter("adaflash_wasted_rows_total", "Verified rows that emitted no token.")
         self.rollouts = Counter(
             "adaflash_rollouts_total", "Finished requests by what became of their rollout.", ["result"]
         )
@@ -45,8 +47,12 @@ class Telemetry:
         self.output_tokens.labels(domain).inc(sum(f.accepted))
         self.verify_steps.labels(domain).inc(len(f.accepted))
         self.verified_rows.inc(sum(f.verified))
+        # A stop inside a block hides the tail of what was accepted, so a difference is clamped step by step.
+        self.wasted_rows.inc(sum(max(v - a, 0) for v, a in zip(f.verified, f.accepted, strict=True)))
         for slot in range(1, max(f.accepted, default=1)):
             self.slot_accepted.labels(str(slot)).inc(sum(a > slot for a in f.accepted))
+        for slot in range(1, max(f.verified, default=1)):
+            self.slot_verified.labels(str(slot)).inc(sum(v > slot for v in f.verified))
 
     def rollout(self, result: str, count: int = 1) -> None:
         """Counts what became of rollouts."""

@@ -1,6 +1,7 @@
-"""Extends SGLang's speculative worker class in each scheduler rank: capture, cache salt, status receipt.
+"""Extends SGLang's speculative worker class in each scheduler rank: capture, verify lengths, penalties, cache salt.
 
-Called once from the `create_worker` hook. The stock worker's computation is not touched.
+Called once from the `create_worker` hook. The stock worker's decode step is not touched; what is exchanged are objects
+that it holds (planner, proposer) and functions that it calls.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.auxiliary_output import append_auxiliary_output
+from torch import Tensor
 
-from serving.sglang_plugin import SUPPORTED_SGLANG, last_layer, receipts
+from serving.sglang_plugin import last_layer, penalties, receipts
 from serving.sglang_plugin.capture import StepOnDevice, start_capture
+from serving.sglang_plugin.penalties import Penalties
+from serving.sglang_plugin.settings import OFF_FRACTION, VerifySettings
+from serving.sglang_plugin.steps import Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -35,19 +40,75 @@ def extend(worker_class: Any) -> Any:
                 self.target_worker.model_runner.model, draft.target_layer_ids or (), draft.num_target_layers or 0
             )
             salt_prefix_cache_by_version()
-            self._adaflash_capture = start_capture(self) if rank == 0 else None
+            self._adaflash_adaptive = adaptive(self, rank)
+            self._adaflash_penalties = Penalties(follow_chain(self))
+            penalties.install()
+            self._adaflash_stopwatch = Stopwatch()
+            self._adaflash_capture = start_capture(self._adaflash_adaptive) if rank == 0 else None
             receipts.write(receipts.STARTED, rank, **describe(self))
 
-        def forward_batch_generation(self, *args: Any, **kwargs: Any) -> Any:
-            result = super().forward_batch_generation(*args, **kwargs)
+        def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._adaflash_adaptive is not None:
+                self._adaflash_adaptive.begin_step()
+            with self._adaflash_penalties.step(batch):
+                result = super().forward_batch_generation(batch, *args, **kwargs)
+            if self._adaflash_penalties.needed:
+                self._count_emitted(result)
             output = getattr(result, "logits_output", None)
             if self._adaflash_capture is not None and output is not None:
-                step = StepOnDevice(self._adaflash_capture, result.accept_lens, getattr(result, "cap_lens", None))
+                seconds = self._adaflash_stopwatch.lap(len(batch.reqs) if result.accept_lens is not None else 0)
+                step = StepOnDevice(self._adaflash_capture, result, self._adaflash_adaptive, seconds)
                 output.auxiliary_device_output = append_auxiliary_output(output.auxiliary_device_output, step)
             return result
 
+        def _count_emitted(self, result: Any) -> None:
+            tokens, accepted = result.next_token_ids, result.accept_lens
+            if accepted is None:
+                self._adaflash_penalties.prefilled(tokens, self.target_worker.model_runner.model_config.vocab_size)
+            else:
+                self._adaflash_penalties.verified(tokens.view(len(accepted), -1), accepted)
+
+        def _can_skip_verify_logits(self, *args: Any, **kwargs: Any) -> bool:
+            """`DFLASH` on several ranks may take the argmax of shards; not where penalties change the logits."""
+            return not self._adaflash_penalties.needed and super()._can_skip_verify_logits(*args, **kwargs)
+
+        def set_dspark_forced_budget_frac(self, frac: float | None) -> None:
+            """SGLang's switch takes no null: the whole budget ends forcing, almost nothing of it ends drafting."""
+            super().set_dspark_forced_budget_frac(frac if frac is not None and frac < 1 else None)
+            if self._adaflash_adaptive is not None:
+                self._adaflash_adaptive.forced_off = frac is not None and frac <= OFF_FRACTION
+
     Extended.__name__, Extended.__qualname__ = worker_class.__name__, worker_class.__qualname__
     return Extended
+
+
+def adaptive(worker: Any, rank: int) -> Any:
+    """The planner's extension where verify lengths are chosen, None where whole blocks are verified."""
+    settings = VerifySettings.from_environment()
+    if settings.mode == "static" or not hasattr(worker, "_verify_planner"):
+        return None
+    from serving.sglang_plugin.adaptive import Adaptive
+
+    return Adaptive(worker, settings, leader=rank == 0)
+
+
+def follow_chain(worker: Any) -> Any:
+    """A function that returns anchor and drafts [R, T] of the verify step under way."""
+    if not hasattr(worker, "_proposer"):
+        return lambda: worker._draft_block_tokens_buf
+    proposer, latest = worker._proposer, {}
+    original = proposer.propose
+
+    def propose(**kwargs: Any) -> Any:
+        latest["proposal"] = proposal = original(**kwargs)
+        return proposal
+
+    def chain() -> Tensor:
+        proposal = latest["proposal"]
+        return torch.cat([proposal.draft_block_ids[:, :1], proposal.draft_block.draft_tokens], 1)
+
+    proposer.propose = propose
+    return chain
 
 
 def describe(worker: Any) -> dict[str, Any]:
@@ -62,7 +123,6 @@ def describe(worker: Any) -> dict[str, Any]:
     model = draft_model(worker)
     return {
         "sglang": sglang.__version__,
-        "supported": sglang.__version__ == SUPPORTED_SGLANG,
         "hooks_missing": [t for t in targets if not _applied(t)],
         "worker": type(worker).__mro__[1].__name__,
         "draft_model": f"{type(model).__module__}.{type(model).__name__}",

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
 import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 from prometheus_client import Counter, Gauge, Histogram
 from redis.exceptions import RedisError
 
@@ -43,6 +41,7 @@ SWAP_PAUSE = Histogram(
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10),
 )
 VERSION = Gauge("adaflash_drafter_version", "Number of the drafter version that runs, -1 without one.")
+SAFE_MODE = Gauge("adaflash_safe_mode", "1 if the installed SGLang is not the known one and a safer route serves.")
 SPECULATION = Gauge("adaflash_speculation_active", "1 if the start-up proof saw speculation.")
 
 
@@ -64,7 +63,11 @@ class Agent:
 
     def run(self) -> None:
         """Checks, start, proof, loop, drain. Raises one clear error if it cannot start."""
+        self.config, fallback = launch.safest(self.config)
         c = self.config
+        SAFE_MODE.set(bool(fallback))
+        if fallback:
+            logger.error("%s", fallback)
         require_free(c.host, c.port, "--port")
         require_free(c.host, c.ops_port, "--ops-port")
         redis = require(c.redis_url)
@@ -79,6 +82,7 @@ class Agent:
             self.run_dir, self.stage_dir = Path(run_dir), Path(run_dir) / "stage"
             self.stage_dir.mkdir()
             self.drafter = self._first_drafter()
+            launch.check_cost_table(c, self.drafter, self.target)
             self.engine = Engine(c.url, c.admin_key, c.swap_seconds)
             self.process = launch.start(c, self.drafter, self.target, self.run_dir, self.stage_dir)
             heartbeat = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
@@ -88,7 +92,7 @@ class Agent:
                 self.checksum = proof.prove(self.engine, self.run_dir, self.drafter)
                 swapper = Swapper(self.engine, self.run_dir)
                 SPECULATION.set(self.drafter is not None)
-                self._become("ready")
+                self._become("ready", fallback)
                 logger.info("ready at %s, drafter %s", c.url, self.version or "none")
                 self._follow(swapper)
             except (proof.ProofFailed, EngineError) as error:
@@ -228,22 +232,9 @@ class Agent:
             self._become("draining")
         if self.process.poll() is None:
             time.sleep(HEARTBEAT_SECONDS)  # gateways stop sending within this
-            self._end_engine()
+            if not launch.end(self.process, self.config.drain_seconds):
+                logger.warning("requests still ran after %.0f s of draining", self.config.drain_seconds)
         try:
             self.registry.withdraw(self.config.worker_id)
         except RedisError as error:
             logger.warning("worker entry not withdrawn, it expires by itself: %s", error)
-
-    def _end_engine(self) -> None:
-        """SIGTERM makes SGLang finish what runs; what is left after `drain_seconds` is killed."""
-        tree = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.terminate()
-        try:
-            self.process.wait(self.config.drain_seconds)
-        except subprocess.TimeoutExpired:
-            logger.warning("requests still ran after %.0f s of draining", self.config.drain_seconds)
-            self.process.kill()
-            self.process.wait(10)
-        for child in tree:
-            if child.is_running():
-                child.kill()

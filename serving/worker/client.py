@@ -47,14 +47,30 @@ class Engine:
 
     def generate(self, ids: list[int], tokens: int) -> dict[str, Any]:
         """Greedy continuation of `ids`, exactly `tokens` long; not logged as a rollout."""
-        params = {
-            "temperature": 0,
-            "max_new_tokens": tokens,
-            "ignore_eos": True,
-            "custom_params": {"adaflash": {"store": False, "domain": "probe"}},
-        }
-        answer: dict[str, Any] = self._post("/generate", {"input_ids": ids, "sampling_params": params})
+        answer: dict[str, Any] = self._post("/generate", {"input_ids": ids, "sampling_params": _probe(tokens)})
         return answer
+
+    def generate_all(self, prompts: list[list[int]], tokens: int) -> None:
+        """Greedy continuations of all prompts at once, each exactly `tokens` long; not logged."""
+        self._post("/generate", {"input_ids": prompts, "sampling_params": _probe(tokens)})
+
+    def set_state(self, **values: Any) -> None:
+        """Changes SGLang's settings that can change while it runs."""
+        answer = self._post("/set_internal_state", {"server_args": values})
+        refused = [a for a in answer if not (a.get("updated") if isinstance(a, dict) else a)]
+        if refused:
+            raise EngineError(f"/set_internal_state: {values} refused")
+
+    def step_records(self) -> list[dict[str, Any]]:
+        """SGLang's records of decode steps since they were last cleared (SGLANG_DSPARK_ENABLE_SPS_RECORD)."""
+        try:
+            info = self._http.get("/server_info").json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise EngineError(f"/server_info: {type(error).__name__}") from error
+        records = (info["internal_states"][0].get("dspark_info_record") or {}).get("records")
+        if records is None:
+            raise EngineError("/server_info shows no step records")
+        return list(records)
 
     def pause(self) -> None:
         """Stops scheduling; running requests keep their state."""
@@ -93,3 +109,9 @@ class Engine:
         """SGLang's own checksum over all ranks of the `target` or the `draft`."""
         answer = self._post("/weights_checker", {"action": "checksum", "selector": selector})
         return json.dumps([r["per_gpu_checksum"] for r in answer["ranks"]])
+
+
+def _probe(tokens: int) -> dict[str, Any]:
+    """Sampling parameters of a request that is ours, not a user's."""
+    tags = {"store": False, "domain": "probe"}
+    return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "custom_params": {"adaflash": tags}}

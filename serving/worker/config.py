@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from adaflash.config import ProcessConfig
 from adaflash.connect import url_from_environment
+from serving.sglang_plugin.settings import Mode, Rule, VerifySettings
 
 
 class WorkerConfig(ProcessConfig):
@@ -25,6 +26,24 @@ class WorkerConfig(ProcessConfig):
     drafter: Path | None = Field(None, description="drafter checkpoint to start with while nothing is released")
     route: Literal["dspark", "dflash", "none"] = Field(
         "dspark", description="SGLang's speculative algorithm; dflash is the safe mode, none serves without drafter"
+    )
+    verify: Mode = Field(
+        "static",
+        description="static verifies whole blocks; shadow too, but reports what the rule would choose; adaptive "
+        "verifies only what the rule finds worth it",
+    )
+    verify_rule: Rule = Field(
+        "survival",
+        description="survival shares a budget by the confidence head and the cost table; length is AdaFlash's rule: "
+        "the length head's ratio times the rate",
+    )
+    verify_rate: float = Field(1.3, gt=0, description="factor on the length head's ratio")
+    cost_table: Path | None = Field(None, description="what steps cost here; `adaflash profile-verify` makes it")
+    speculation: Literal["auto", "on"] = Field(
+        "auto", description="auto: adaptive with a cost table stops drafting while it does not pay, and probes back"
+    )
+    strict: bool = Field(
+        False, description="refuse to start on an SGLang whose internals differ, instead of a safer route"
     )
     redis_url: str = Field(default_factory=url_from_environment)
     host: str = "127.0.0.1"
@@ -42,6 +61,28 @@ class WorkerConfig(ProcessConfig):
     start_seconds: float = Field(600, gt=0, description="give up on the engine after this")
     drain_seconds: float = Field(120, gt=0, description="time for running requests on SIGTERM")
     swap_seconds: float = Field(60, gt=0, description="deadline of each step of a swap")
+
+    @model_validator(mode="after")
+    def _verifies_as_it_can(self) -> Self:
+        if self.verify != "static" and self.route != "dspark":
+            raise ValueError(f"verify {self.verify} needs route dspark, not {self.route}")
+        if self.verify != "static" and self.verify_rule == "survival" and self.cost_table is None:
+            raise ValueError(
+                "verify_rule survival needs a cost_table: run `adaflash profile-verify`, or choose verify_rule length"
+            )
+        return self
+
+    @property
+    def verify_settings(self) -> VerifySettings:
+        """What the plugin is told."""
+        table = self.cost_table.resolve() if self.cost_table is not None else None
+        return VerifySettings(
+            mode=self.verify,
+            rule=self.verify_rule,
+            rate=self.verify_rate,
+            cost_table=table,
+            switch=self.speculation == "auto",
+        )
 
     @property
     def served_name(self) -> str:

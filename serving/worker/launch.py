@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from adaflash.checkpoint import check_weights, read_drafter_config, read_weights
+from adaflash.cost import CostTable, CostTableError
 from adaflash.drafter_config import SLIDING, DrafterConfig, DrafterConfigError
+from adaflash.errors import UserError
 from adaflash.target import target_shape
-from serving.sglang_plugin import loader, receipts
+from serving.sglang_plugin import guard, loader, receipts
+from serving.sglang_plugin.settings import RAGGED_MODE
 from serving.worker.config import WorkerConfig
+
+SGLANG_TABLE = "sps.json"
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,40 @@ def check_drafter(model: str, directory: Path) -> DrafterConfig:
     return config
 
 
+def check_cost_table(c: WorkerConfig, drafter: Drafter | None, target: str) -> None:
+    """Raises CostTableError if the table was measured for something else."""
+    if c.cost_table is None:
+        return
+    table = CostTable.load(c.cost_table)
+    have: dict[str, tuple[object, object]] = {"target": (table.target, target)}
+    if drafter is not None:
+        have["block_size"] = (table.block_size, drafter.config.block_size)
+    for key, (measured, wanted) in have.items():
+        if measured != wanted:
+            raise CostTableError(
+                f"cost table {c.cost_table}: {key} {measured} was measured, {wanted} is served; "
+                "run `adaflash profile-verify` again"
+            )
+
+
+def safest(c: WorkerConfig) -> tuple[WorkerConfig, str]:
+    """`c` if the installed SGLang is the one we know; else what can be relied on, and why. UnknownSGLang if strict."""
+    report = guard.inspect()
+    differs = report.against("adaptive" if c.verify != "static" else c.route)
+    if not differs:
+        return c, ""
+    reason = f"sglang {report.version} differs in {', '.join(differs[:3])}" + (" ..." if len(differs) > 3 else "")
+    if c.strict:
+        raise UnknownSGLang(f"{reason}: install {guard.SUPPORTED_SGLANG} from the lock file, or set strict = false")
+    route = next(r for r in ("dspark", "dflash", "none") if not report.against(r))
+    changed = {"route": route, "verify": "static", "cost_table": None}
+    return c.model_copy(update=changed), f"{reason}: serving with route {route} and whole blocks"
+
+
+class UnknownSGLang(UserError):
+    """The installed SGLang is not the one that the plugin was written to."""
+
+
 def on_cpu() -> bool:
     """True where no accelerator is visible to torch."""
     from serving.sglang_cpu import _accelerator_present
@@ -43,7 +85,7 @@ def on_cpu() -> bool:
     return not _accelerator_present()
 
 
-def command(c: WorkerConfig, drafter: Drafter | None) -> list[str]:
+def command(c: WorkerConfig, drafter: Drafter | None, run_dir: Path) -> list[str]:
     """The engine's command line."""
     args = [
         *("--model-path", c.model, "--served-model-name", c.served_name, "--host", c.host, "--port", str(c.port)),
@@ -70,6 +112,10 @@ def command(c: WorkerConfig, drafter: Drafter | None) -> list[str]:
         if c.route == "dspark":
             # DSPARK counts drafted tokens, the checkpoint counts slots with the anchor.
             args += ["--speculative-dspark-block-size", str(drafter.config.block_size - 1)]
+        if c.verify != "static":
+            args += ["--speculative-dspark-sps-table-path", str(run_dir / SGLANG_TABLE)]
+            if not on_cpu():
+                args.append("--speculative-dspark-align-verify-tokens-to-graph-tier")
     return [sys.executable, "-m", "serving.worker.engine", *args, *c.engine_args]
 
 
@@ -82,9 +128,10 @@ def environment(c: WorkerConfig, target: str, run_dir: Path, stage: Path) -> dic
         "ADAFLASH_MODEL": c.served_name,
         "ADAFLASH_TARGET": target,
         "ADAFLASH_ROUTE": c.route,
-        "SGLANG_RAGGED_VERIFY_MODE": "static",
+        "SGLANG_RAGGED_VERIFY_MODE": RAGGED_MODE[c.verify],
         "SGLANG_DSPARK_USE_GREEDY_DRAFT": "1",
     }
+    env |= c.verify_settings.to_environment()
     if c.route == "dspark":
         env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "serving.sglang_plugin.models"
     if on_cpu():
@@ -94,7 +141,27 @@ def environment(c: WorkerConfig, target: str, run_dir: Path, stage: Path) -> dic
     return env
 
 
+def end(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """SIGTERM makes SGLang finish what runs; what is left after `seconds` is killed. True if it ended by itself."""
+    tree = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10)
+        return False
+    finally:
+        for child in tree:
+            if child.is_running():
+                child.kill()
+    return True
+
+
 def start(c: WorkerConfig, drafter: Drafter | None, target: str, run_dir: Path, stage: Path) -> subprocess.Popen[bytes]:
     """Starts the engine in its own session, so that a Ctrl-C in the terminal reaches the agent only."""
     env = environment(c, target, run_dir, stage)
-    return subprocess.Popen(command(c, drafter), env=env, start_new_session=True, stdin=subprocess.DEVNULL)
+    # SGLang's planner verifies everything unless it has a table; ours decides in its place.
+    flat = {"sample_batch_tokens": [1, 2], "sample_steps_per_sec": [1.0, 1.0], "max_batch_tokens": 2}
+    (run_dir / SGLANG_TABLE).write_text(json.dumps(flat))
+    return subprocess.Popen(command(c, drafter, run_dir), env=env, start_new_session=True, stdin=subprocess.DEVNULL)

@@ -40,12 +40,12 @@ class Fleet:
         return self.store.publish(loaded, torch.float32, target=self.fingerprint, parent=None).number
 
     def promote(self, number: int) -> None:
-        release = Release(self.redis.client(), Keys(NAME), "test")
+        release = Release(self.redis.client(), Keys(self.worker.name), "test")
         release.promote(number, release.hold(5), "test")
         release.let_go()
 
     def entry(self) -> WorkerEntry:
-        (found,) = [e for e in Registry(self.redis.client(), Keys(NAME)).live() if e.url == self.worker.url]
+        (found,) = [e for e in Registry(self.redis.client(), Keys(self.worker.name)).live() if e.url == self.worker.url]
         return found
 
     def wait(self, condition: Callable[[WorkerEntry], bool], seconds: float = 60) -> WorkerEntry:

@@ -1,0 +1,332 @@
+"""Adaptive verify lengths on the real engine: the text stays the target's, the lengths are what the heads say."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from adaflash.checkpoint import load_drafter, read_weights
+from adaflash.cost import CostTable
+from adaflash.keys import Keys
+from adaflash.rollouts import FIELD, Rollout
+from adaflash.versions import VersionStore, target_fingerprint
+from tests import reference, tiny
+from tests.conftest import RedisServer
+from tests.e2e import adaptive as checks
+from tests.e2e.conftest import Fleet, text_prompts, walk_prompts
+from tests.e2e.servers import Worker, pad
+from tests.e2e.test_lossless import p_value, sampled_pairs
+
+TOKENS = 33
+PROMPTS = [*walk_prompts(4, seed=21), *text_prompts(2)]
+ROW_SECONDS, STEP_SECONDS = 0.002, 0.01  # of the cost table that these tests make up
+OFF, PLANNED = 1e-7, 1.0  # SGLang's budget switch: do not draft; plan
+
+
+def cost_table(target: str, block: int, home: Path) -> Path:
+    """A made-up table whose rows cost enough that lengths differ."""
+    slots = block - 1
+    CostTable(
+        machine="made up",
+        target=target_fingerprint(target),
+        sglang="0",
+        block_size=block,
+        requests=(1, 16),
+        fractions=(0.0, 1.0),
+        seconds=tuple((STEP_SECONDS, STEP_SECONDS + ROW_SECONDS * slots * r) for r in (1, 16)),
+        plain_seconds=(STEP_SECONDS * 0.9,) * 2,
+    ).save(home / "cost.json")
+    return home / "cost.json"
+
+
+@pytest.fixture(scope="session")
+def start(
+    target_dir: str, drafter_dir: Path, shared_redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Callable:
+    """Starts a worker of its own that verifies as its arguments say; a context manager that yields a `Fleet`."""
+
+    @contextmanager
+    def go(name: str, drafter: str, verify: str, *settings: str) -> Iterator[Fleet]:
+        home = tmp_path_factory.mktemp(name)
+        block = load_drafter(drafter_dir / drafter).config.block_size
+        store = VersionStore(home / "store")
+        arguments = ["--drafter", str(drafter_dir / drafter), "--verify", verify]
+        arguments += ["--cost-table", str(cost_table(target_dir, block, home)), "--set", "speculation=on"]
+        for pair in settings:
+            arguments += ["--set", pair]
+        worker = Worker(home / "worker.log", target_dir, name, shared_redis.url, store.root, *arguments)
+        try:
+            yield Fleet(worker.wait(), shared_redis, store, drafter_dir, target_fingerprint(target_dir))
+        finally:
+            worker.stop()
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def exact(start: Callable) -> Iterator[Fleet]:
+    """Survival budget without overlapped scheduling: SGLang then plans as it does on a GPU."""
+    with start("exact", "headed-weak", "adaptive", "overlap=false") as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def overlapped(start: Callable) -> Iterator[Fleet]:
+    with start("overlapped", "headed", "adaptive") as fleet:
+        yield fleet
+
+
+def walk(model: object, drafter: Path, prompt: list[int], rows: Callable) -> tuple[list[int], list[int], list[int]]:
+    """Ids, correct drafts and verified rows of the cache-free reference."""
+    config, weights = load_drafter(drafter).config, read_weights(drafter)
+    return reference.verified_walk(model, config, weights, prompt, TOKENS, rows(weights))
+
+
+def survival_rule(weights: dict) -> Callable:
+    return reference.survival_rows(weights, lambda m: STEP_SECONDS + ROW_SECONDS * m)
+
+
+def follows_the_reference(worker: Worker, model: object, drafter: Path, rows: Callable, width: int = 8) -> None:
+    """Text, acceptance and verify lengths of one request at a time."""
+    seen = []
+    for prompt in PROMPTS:
+        ids, correct, verified = walk(model, drafter, prompt, rows)
+        (out,) = worker.generate([prompt], TOKENS)
+        meta = out["meta_info"]
+        assert out["output_ids"] == ids
+        assert pad(meta["spec_correct_drafts_histogram"], width) == [correct.count(k) for k in range(width)]
+        assert pad(meta["spec_cap_lens_histogram"], width + 1) == [verified.count(k) for k in range(width + 1)]
+        seen += verified
+    assert len(set(seen)) > 1, "one length only; equal histograms would prove little"
+
+
+def test_lengths_and_acceptance_are_the_references_also_after_a_swap(exact: Fleet, model: object) -> None:
+    follows_the_reference(exact.worker, model, exact.drafters / "headed-weak", survival_rule)
+    exact.run("headed")
+    follows_the_reference(exact.worker, model, exact.drafters / "headed", survival_rule)
+
+
+def test_a_version_without_heads_is_verified_whole_and_a_later_one_with_heads_is_not(
+    exact: Fleet, model: object
+) -> None:
+    exact.run("weak")
+    for prompt in PROMPTS[:2]:
+        _, correct, _ = walk(model, exact.drafters / "weak", prompt, lambda _: len)
+        meta = exact.worker.generate([prompt], TOKENS)[0]["meta_info"]
+        assert pad(meta["spec_correct_drafts_histogram"]) == [correct.count(k) for k in range(8)]
+        assert pad(meta["spec_cap_lens_histogram"], 9)[8] == len(correct)
+    exact.run("headed")
+    follows_the_reference(exact.worker, model, exact.drafters / "headed", survival_rule)
+
+
+def test_the_draft_state_stays_in_sync_while_speculation_is_off(exact: Fleet, model: object) -> None:
+    """What was emitted without drafting is a cached prefix of the next request, which drafts as if from scratch."""
+    exact.run("headed")
+    prompt = walk_prompts(1, seed=77)[0]
+    (want,) = exact.worker.greedy([prompt], TOKENS)
+    budget(exact.worker, OFF)
+    (out,) = exact.worker.generate([prompt + want[:1]], 24)
+    assert out["output_ids"] == want[1:25]
+    assert out["meta_info"]["spec_cap_lens_histogram"] == [0, 23]
+    budget(exact.worker, PLANNED)
+    grown = prompt + want[:25]
+    ids, correct, verified = walk(model, exact.drafters / "headed", grown, survival_rule)
+    (out,) = exact.worker.generate([grown], TOKENS)
+    meta = out["meta_info"]
+    assert meta["cached_tokens"] >= len(prompt) + 23
+    assert out["output_ids"] == ids
+    assert pad(meta["spec_correct_drafts_histogram"]) == [correct.count(k) for k in range(8)]
+    assert pad(meta["spec_cap_lens_histogram"], 9) == [verified.count(k) for k in range(9)]
+
+
+def budget(worker: Worker, fraction: float) -> None:
+    r = worker.http.post("/set_internal_state", json={"server_args": {"dspark_force_budget_frac": fraction}})
+    assert r.status_code == 200 and r.json() == [True], r.text
+
+
+@pytest.mark.parametrize("fraction", [OFF, 0.3, PLANNED])
+def test_adaptive_requests_answer_as_plain_ones(exact: Fleet, plain: Worker, fraction: float) -> None:
+    exact.run("headed")
+    budget(exact.worker, fraction)
+    try:
+        checks.everything(exact.worker, plain)
+    finally:
+        budget(exact.worker, PLANNED)
+
+
+PENALTIES = [
+    {"frequency_penalty": 1.5},
+    {"presence_penalty": 2.0},
+    {"frequency_penalty": -0.5, "repetition_penalty": 1.5},
+    {"min_new_tokens": 12},
+]
+
+
+def test_penalised_requests_are_decoded_by_the_formulas(exact: Fleet, overlapped: Fleet, fleet: Fleet, model: object):
+    """Beside requests without penalties, in adaptive modes with and without overlap and in static mode."""
+    for served, drafter in ((exact, "headed"), (overlapped, "headed"), (fleet, "good")):
+        served.run(drafter)
+    stops = [tiny.tokenizer().eos_token_id]
+    want, free = {}, exact.worker.greedy([PROMPTS[1]], 24)[0]
+    for i, asked in enumerate(PENALTIES):
+        ends = [free[2], *stops] if "min_new_tokens" in asked else stops
+        want[i] = ends, reference.penalised_greedy(model, PROMPTS[1], 24, asked, ends)
+    assert want[0][1] != free[:24], "the penalty changes nothing here; equality would prove nothing"
+    for served in (exact, overlapped, fleet):
+        params = [{"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}]
+        params += [
+            {"temperature": 0, "max_new_tokens": 24, "stop_token_ids": want[i][0], **asked}
+            for i, asked in enumerate(PENALTIES)
+        ]
+        body = {"input_ids": [PROMPTS[1]] * len(params), "sampling_params": params}
+        answers = served.worker.http.post("/generate", json=body).json()
+        assert answers[0]["output_ids"] == free
+        assert [a["output_ids"] for a in answers[1:]] == [ids for _, ids in want.values()]
+
+
+def test_overlapped_requests_answer_as_plain_ones(overlapped: Fleet, plain: Worker) -> None:
+    overlapped.run("headed")
+    checks.everything(overlapped.worker, plain)
+
+
+def test_overlapped_sampling_has_the_targets_distribution(overlapped: Fleet, plain: Worker) -> None:
+    overlapped.run("headed")
+    prompt = text_prompts(1)[0]
+    on, off = (sampled_pairs(w, prompt, 3000) for w in (overlapped.worker, plain))
+    from collections import Counter
+
+    for place in (0, 1):
+        p = p_value(Counter(x[place] for x in on), Counter(x[place] for x in off))
+        print(f"chi-square of token {place + 1}, adaptive: p = {p:.3f}")
+        assert p > 0.01
+    p = p_value(Counter(on), Counter(off))
+    print(f"chi-square of the pair, adaptive: p = {p:.3f}")
+    assert p > 0.01
+
+
+def test_text_stays_the_targets_while_headed_and_headless_drafters_are_swapped(
+    overlapped: Fleet, plain: Worker
+) -> None:
+    want = plain.greedy(checks.PROMPTS, 40)
+    numbers = [overlapped.publish(d) for d in ("headed-weak", "random", "headed")]
+    wrong, spanned = [], 0
+
+    def client(part: int) -> None:
+        nonlocal spanned
+        for i in [*range(part, len(want), 4)] * 3:
+            (out,) = overlapped.worker.generate([checks.PROMPTS[i]], 40)
+            spanned += len(out["meta_info"]["weight_versions"]) > 1
+            if out["output_ids"] != want[i]:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=client, args=(k,)) for k in range(4)]
+    for t in threads:
+        t.start()
+    swaps = 0
+    while any(t.is_alive() for t in threads):
+        number = numbers[swaps % len(numbers)]
+        overlapped.promote(number)
+        overlapped.wait(lambda e, n=number: e.version == f"v{n}" and e.state == "ready")
+        swaps += 1
+    assert not wrong
+    assert swaps >= 2 and spanned
+
+
+def test_prefix_hits_keep_acceptance_also_after_a_swap(overlapped: Fleet) -> None:
+    shared = walk_prompts(1, seed=5)[0] * 3
+    prompts = [shared + p for p in walk_prompts(12, seed=41)]
+    for drafter in ("headed-weak", "headed"):
+        overlapped.run(drafter)
+        first, second = (taus(overlapped.worker, prompts) for _ in range(2))
+        assert second >= 0.95 * first
+
+
+def taus(worker: Worker, prompts: list[list[int]]) -> float:
+    outs = [worker.generate([p], 24)[0]["meta_info"] for p in prompts]
+    return statistics.mean(24 / o["spec_verify_ct"] for o in outs)
+
+
+def test_what_happened_is_in_the_rollouts_and_in_the_metrics(overlapped: Fleet) -> None:
+    overlapped.run("headed")
+    keys = Keys(overlapped.worker.name)
+    overlapped.redis.client().delete(keys.rollouts)
+    overlapped.worker.generate([PROMPTS[0]], TOKENS)
+    budget(overlapped.worker, OFF)
+    try:
+        overlapped.worker.generate([PROMPTS[0]], TOKENS)
+        overlapped.wait(lambda e: overlapped.redis.client().xlen(keys.rollouts) == 2)
+        off = metrics(overlapped.worker)
+        assert off["adaflash_speculation_on"] == 0
+    finally:
+        budget(overlapped.worker, PLANNED)
+    drafted, plain_steps = (
+        Rollout.unpack(fields[FIELD.encode()]) for _, fields in overlapped.redis.client().xrange(keys.rollouts)
+    )
+    assert set(plain_steps.verified) == {1} == set(plain_steps.accepted)
+    assert len(set(drafted.verified)) > 1
+    assert all(a <= v for a, v in zip(drafted.accepted, drafted.verified, strict=True))
+    overlapped.worker.generate([PROMPTS[1]], TOKENS)
+    m = metrics(overlapped.worker)
+    assert m['adaflash_verify_mode_info{mode="adaptive",rule="survival"}'] == 1
+    assert (m["adaflash_plugin_active"], m["adaflash_length_head_present"], m["adaflash_speculation_on"]) == (1, 1, 1)
+    assert m['adaflash_speculation_switches_total{to="off"}'] >= 1 <= m['adaflash_speculation_switches_total{to="on"}']
+    assert m["adaflash_verify_length_rows_count"] > m['adaflash_verify_length_rows_bucket{le="7.0"}'] * 0
+    assert m["adaflash_wasted_rows_total"] > 0 < m['adaflash_slot_verified_total{slot="1"}']
+    assert m['adaflash_slot_verified_total{slot="1"}'] >= m['adaflash_slot_accepted_total{slot="1"}']
+    for kind in ("measured", "predicted", "whole_block"):
+        assert m[f'adaflash_step_seconds_total{{kind="{kind}"}}'] > 0
+    judged = sum(v for k, v in m.items() if k.startswith("adaflash_confidence_slots_total"))
+    assert judged >= sum(v for k, v in m.items() if k.startswith("adaflash_confidence_accepted_total")) > 0
+
+
+def metrics(worker: Worker) -> dict[str, float]:
+    lines = worker.http.get("/metrics").text.splitlines()
+    rows = [line.rsplit(" ", 1) for line in lines if line.startswith("adaflash_")]
+    return {name: float(number) for name, number in rows}
+
+
+def test_the_length_rule_verifies_what_the_scalar_head_says(start: Callable, plain: Worker, model: object) -> None:
+    with start("length", "headed", "adaptive", "verify_rule=length", "verify_rate=1.1") as fleet:
+        follows_the_reference(
+            fleet.worker, model, fleet.drafters / "headed", lambda w: lambda h: reference.length_rows(w, h, 1.1)
+        )
+        checks.mixed_batches_give_the_plain_text(fleet.worker, plain)
+
+
+def test_shadow_changes_nothing_and_reports_what_it_would_choose(start: Callable, plain: Worker, model: object) -> None:
+    with start("shadow", "headed", "shadow") as fleet:
+        for prompt in PROMPTS:
+            _, correct, _ = walk(model, fleet.drafters / "headed", prompt, lambda _: len)
+            meta = fleet.worker.generate([prompt], TOKENS)[0]["meta_info"]
+            assert pad(meta["spec_correct_drafts_histogram"]) == [correct.count(k) for k in range(8)]
+        checks.everything(fleet.worker, plain)
+        m = metrics(fleet.worker)
+        kinds = ("measured", "predicted", "whole_block")
+        tokens = [m[f'adaflash_step_tokens_total{{kind="{k}"}}'] for k in kinds]
+        assert tokens[0] > 0 and 0 < tokens[1] < tokens[2]
+        assert sum(v for k, v in m.items() if k.startswith("adaflash_confidence_slots_total")) > 0
+
+
+@pytest.mark.parametrize(("name", "width"), [("narrow", 2), ("wide", 16)])
+def test_other_widths_follow_the_reference_and_keep_the_text(
+    start: Callable, plain: Worker, model: object, name: str, width: int
+) -> None:
+    with start(name, name, "adaptive", "overlap=false") as fleet:
+        follows_the_reference(fleet.worker, model, fleet.drafters / name, survival_rule, width)
+        checks.mixed_batches_give_the_plain_text(fleet.worker, plain)
+        checks.ends_inside_a_block_cut_exactly(fleet.worker, plain)
+
+
+def test_a_cost_table_of_something_else_is_refused_with_what_to_do(
+    target_dir: str, drafter_dir: Path, shared_redis: RedisServer, tmp_path: Path
+) -> None:
+    table = cost_table(target_dir, 16, tmp_path)
+    arguments = ("--drafter", str(drafter_dir / "headed"), "--verify", "adaptive", "--cost-table", str(table))
+    worker = Worker(tmp_path / "worker.log", target_dir, "wrong", shared_redis.url, tmp_path / "store", *arguments)
+    assert worker.popen.wait(120) == 1
+    assert "block_size 16 was measured, 8 is served" in worker.log.read_text()
