@@ -27,6 +27,9 @@ test: setup ## All tests, against real services (about 15 minutes on two cores)
 test-unit: setup ## Only what needs no SGLang server (seconds)
 	@$(PYTHON) -m pytest tests/unit tests/contract
 
+test-sglang: setup ## What runs on the real engine: losslessness, acceptance, verify lengths, swaps
+	@$(PYTHON) -m pytest tests/e2e/test_adaptive.py tests/e2e/test_lossless.py tests/e2e/test_acceptance_parity.py tests/e2e/test_swap.py
+
 lint: setup ## Style, formatting and types
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
@@ -38,10 +41,13 @@ bench: setup ## Speed figures of this machine, as JSON and a table in benchmarks
 bench-step: setup ## Time and memory of a distillation step beside a straightforward one (benchmarks/results/distill_step.md)
 	@$(PYTHON) -m benchmarks.distill_step
 
+bench-verify: setup model ## Whole blocks against adaptive verify lengths under load (benchmarks/results/verify_budget.md)
+	@$(PYTHON) -m benchmarks.verify_budget
+
 ablation: setup model ## What each choice of the distillation is worth; hours (PROMPTS="a.jsonl b.jsonl" for your own)
 	@OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.ablation --prompts $(PROMPTS)
 
 clean: ## Remove what was built in the clone (the cache outside it stays)
 	@rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help setup setup-gpu model demo pretrain test test-unit lint bench bench-step ablation clean
+.PHONY: help setup setup-gpu model demo pretrain test test-unit test-sglang lint bench bench-step bench-verify ablation clean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -51,10 +52,20 @@ def settings(pairs: list[str] | None) -> dict[str, Any]:
             raise UserError(f"--set {pair}: expected NAME=VALUE")
         head, dot, tail = name.strip().replace("-", "_").partition(".")
         if dot:
-            out.setdefault(head, {})[tail] = value
+            out.setdefault(head, {})[tail] = _value(pair, value)
         else:
-            out[head] = value
+            out[head] = _value(pair, value)
     return out
+
+
+def _value(pair: str, text: str) -> Any:
+    """Lists are written as in JSON; everything else is converted by the setting's own type."""
+    if not text.startswith("["):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise UserError(f"--set {pair}: expected a JSON list") from None
 
 
 @app.command()

@@ -60,7 +60,7 @@ class Process:
 class Worker(Process):
     """A worker on the tiny target in fp32."""
 
-    def __init__(self, log: Path, target: str, name: str, redis_url: str, store: Path, *more: str) -> None:
+    def __init__(self, log: Path, target: str, name: str, redis_url: str, store: Path, *more: str, **env: str) -> None:
         self.name, self.store = name, store
         self.port, self.ops_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -68,6 +68,7 @@ class Worker(Process):
             *("worker", log, "--model", target, "--name", name, "--redis-url", redis_url, "--versions", str(store)),
             *("--port", str(self.port), "--ops-port", str(self.ops_port), "--dtype", "float32"),
             *("--set", f"admin_key={ADMIN_KEY}", "--set", "max_total_tokens=16384", *more),
+            **env,
         )
         self.http = httpx.Client(base_url=self.url, timeout=120, headers={"Authorization": f"Bearer {ADMIN_KEY}"})
 
