@@ -1,4 +1,6 @@
 .DEFAULT_GOAL := help
+# Without bytecode every process compiles torch and SGLang anew: half a minute for each worker that starts.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON := .venv/bin/python
 DEMO_ARGS ?=
 PROMPTS ?= $(wildcard ../shared/data/*.jsonl)

@@ -233,8 +233,8 @@ def heads_loss(drafter: Drafter, hidden: Tensor, blocks: Blocks, argmax: Tensor,
     hidden [n, B, H], detached; argmax and overlap (1 - TV) of the m slots inside.
     """
     loss = hidden.new_zeros(())
+    matched = (blocks.spread(argmax) == blocks.token) & blocks.inside
     if drafter.length_head is not None:
-        matched = (blocks.spread(argmax) == blocks.token) & blocks.inside
         # A block cut by the end of its sequence says nothing about how far the run would have gone.
         whole = blocks.inside[:, -1]
         if bool(whole.any()):
@@ -245,7 +245,11 @@ def heads_loss(drafter: Drafter, hidden: Tensor, blocks: Blocks, argmax: Tensor,
                 run = torch.where(blocks.greedy, run, expected)
             loss = loss + length_loss(drafter.length_head(hidden[whole]), run[whole], drafter.config.block_size)
     if drafter.confidence_head is not None and overlap is not None:
-        loss = loss + confidence_loss(drafter.confidence_head.raw(hidden), blocks.spread(overlap), blocks.inside)
+        # Greedy verification accepts or not, however flat the distributions are; sampled tokens need the expectation.
+        label = torch.where(blocks.greedy[:, None], matched.float(), blocks.spread(overlap))
+        # A slot is judged only if every slot before it was accepted, and its confidence is meant under that condition.
+        reach = torch.cat([torch.ones_like(label[:, :1]), label[:, :-1]], 1).cumprod(-1)
+        loss = loss + confidence_loss(drafter.confidence_head.raw(hidden), label, reach * blocks.inside)
     return loss
 
 

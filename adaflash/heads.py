@@ -68,10 +68,13 @@ def length_loss(logit: Tensor, accepted: Tensor, block: int) -> Tensor:
     return F.mse_loss(torch.sigmoid(logit), length_label(accepted, block))
 
 
-def confidence_loss(logits: Tensor, label: Tensor, inside: Tensor) -> Tensor:
-    """Binary cross-entropy against soft labels 1 - TV(drafter, target); `inside` [n, B - 1] marks real slots."""
+def confidence_loss(logits: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+    """Binary cross-entropy against labels in [0, 1]: what was accepted, or 1 - TV(drafter, target) in expectation.
+
+    All [n, B - 1]; `weight`: probability that the slot is reached, 0 outside of the sequence.
+    """
     loss = F.binary_cross_entropy_with_logits(logits, label.clamp(0, 1), reduction="none")
-    return (loss * inside).sum() / inside.sum().clamp_min(1)
+    return (loss * weight).sum() / weight.sum().clamp_min(1)
 
 
 def expected_calibration_error(probability: Tensor, outcome: Tensor, bins: int = 10) -> float:

@@ -95,7 +95,7 @@ def ready(work: Path, model: str) -> tuple[Path, Path]:
     if not (drafter / "config.json").is_file():
         adaflash("fit-length-head", "--model", model, "--drafter", first, "--samples", samples, "--out", drafter)
     if not cost.is_file():
-        adaflash("profile-verify", "--model", model, "--drafter", drafter, "--out", cost)
+        adaflash("profile-verify", "--model", model, "--drafter", drafter, "--out", cost, threads=1)
     return drafter, cost
 
 
@@ -112,9 +112,9 @@ def write_samples(model: str, out: Path) -> None:
     append(out, made)
 
 
-def adaflash(*arguments: object) -> None:
+def adaflash(*arguments: object, threads: int = os.cpu_count() or 1) -> None:
     command = [sys.executable, "-m", "adaflash.cli", *map(str, arguments)]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
 
 
 @contextmanager

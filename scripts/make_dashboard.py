@@ -8,6 +8,14 @@ from typing import Any
 
 OUT = Path(__file__).resolve().parent.parent / "deploy" / "grafana" / "dashboards" / "adaflash.json"
 TOKENS, STEPS = "adaflash_output_tokens_total", "adaflash_verify_steps_total"
+ROWS = "adaflash_verify_length_rows"
+
+
+def speed(kind: str) -> str:
+    """Tokens per second of verify steps: measured, predicted, or predicted for whole blocks."""
+    tokens, seconds = (f'sum(rate(adaflash_step_{unit}_total{{kind="{kind}"}}[5m]))' for unit in ("tokens", "seconds"))
+    return f"({tokens} / ({seconds} > 0))"
+
 
 # title, unit, kind, what it tells, [(legend, PromQL)]
 PANELS: list[tuple[str, str, str, str, list[tuple[str, str]]]] = [
@@ -66,6 +74,52 @@ PANELS: list[tuple[str, str, str, str, list[tuple[str, str]]]] = [
                 "slot {{slot}}",
                 f"sum by (slot) (rate(adaflash_slot_accepted_total[5m])) / scalar(sum(rate({STEPS}[5m])) > 0)",
             )
+        ],
+    ),
+    (
+        "Rows verified per request and step",
+        "short",
+        "timeseries",
+        "Mean and 90th percentile of the verify length, and the share of rows that emitted nothing.",
+        [
+            ("mean", f"sum(rate({ROWS}_sum[5m])) / (sum(rate({ROWS}_count[5m])) > 0)"),
+            ("p90", f"histogram_quantile(0.9, sum by (le) (rate({ROWS}_bucket[5m])))"),
+            (
+                "wasted share",
+                "sum(rate(adaflash_wasted_rows_total[5m])) / (sum(rate(adaflash_verified_rows_total[5m])) > 0)",
+            ),
+        ],
+    ),
+    (
+        "Gain over whole blocks",
+        "percentunit",
+        "timeseries",
+        "Tokens per second of the chosen lengths over those of verifying whole blocks: as predicted and as measured.",
+        [(kind, f"{speed(kind)} / {speed('whole_block')} - 1") for kind in ("predicted", "measured")],
+    ),
+    (
+        "Calibration error of the confidence head",
+        "percentunit",
+        "timeseries",
+        "Mean distance between confidence and acceptance; refit the heads when it grows.",
+        [
+            (
+                "error",
+                "sum(abs(sum by (bin) (rate(adaflash_confidence_sum_total[15m])) - "
+                "sum by (bin) (rate(adaflash_confidence_accepted_total[15m])))) / "
+                "(sum(rate(adaflash_confidence_slots_total[15m])) > 0)",
+            )
+        ],
+    ),
+    (
+        "Does drafting pay?",
+        "short",
+        "timeseries",
+        "Workers that draft now, measured speed over plain decoding, and workers on a safer route than configured.",
+        [
+            ("drafting", "sum(adaflash_speculation_on)"),
+            ("speed over plain, {{instance}}", "adaflash_speculation_speedup_ratio"),
+            ("safe mode", "sum(adaflash_safe_mode)"),
         ],
     ),
     (

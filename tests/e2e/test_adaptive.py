@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import statistics
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -361,3 +363,19 @@ def test_a_cost_table_of_something_else_is_refused_with_what_to_do(
     worker = Worker(tmp_path / "worker.log", target_dir, "wrong", shared_redis.url, tmp_path / "store", *arguments)
     assert worker.popen.wait(120) == 1
     assert "block_size 16 was measured, 8 is served" in worker.log.read_text()
+
+
+def test_profiling_measures_a_table_that_a_worker_takes(target_dir: str, drafter_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "cost.json"
+    arguments = ["--model", target_dir, "--drafter", str(drafter_dir / "headed"), "--out", str(out)]
+    arguments += ["--dtype", "float32", "--requests", "1,3", "--steps", "4", "--context", "8"]
+    run = subprocess.run(
+        [sys.executable, "-m", "adaflash.cli", "profile-verify", *arguments], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    table = CostTable.load(out)
+    assert (table.block_size, table.requests, table.target) == (8, (1, 3), target_fingerprint(target_dir))
+    for plain_seconds, row in zip(table.plain_seconds, table.seconds, strict=True):
+        assert row == tuple(sorted(row))
+        assert plain_seconds < row[-1]
+    assert "slots verified" in run.stdout

@@ -54,6 +54,29 @@ def test_an_unknown_environment_variable_is_named(monkeypatch):
         load(WorkerConfig, None, model="m")
 
 
+def test_lists_are_given_as_json_on_the_command_line():
+    from adaflash.cli import settings
+    from adaflash.errors import UserError
+
+    given = settings(['engine_args=["--tp-size", "2"]', "port=1"])
+    assert load(WorkerConfig, None, model="m", **given).engine_args == ["--tp-size", "2"]
+    with pytest.raises(UserError, match="JSON list"):
+        settings(["engine_args=[--tp-size"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"verify": "adaptive"}, "profile-verify"),
+        ({"verify": "shadow", "route": "dflash", "verify_rule": "length"}, "needs route dspark"),
+        ({"verify": "sometimes"}, "verify"),
+    ],
+)
+def test_verify_settings_that_cannot_work_say_what_to_change(changes, text):
+    with pytest.raises(ConfigError, match=text):
+        load(WorkerConfig, None, model="m", **changes)
+
+
 def test_command_line_beats_environment_beats_file(tmp_path, monkeypatch):
     file = tmp_path / "c.toml"
     file.write_text('model = "m"\nport = 1\nops_port = 2\nhost = "f"\n')

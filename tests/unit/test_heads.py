@@ -1,10 +1,14 @@
 """Length and confidence heads: rules, labels, calibration, and that fitting them leaves the drafter alone."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from adaflash.acceptance import length_rule, replay, survival_rule
 from adaflash.checkpoint import load_drafter
+from adaflash.distill import heads_loss
 from adaflash.fit_heads import FitError, fit_heads, with_heads
 from adaflash.heads import (
     ConfidenceHead,
@@ -144,3 +148,27 @@ def test_three_samples_are_too_few_to_fit_on(drafter_dir, traffic, tmp_path):
     target, features = traffic
     with pytest.raises(FitError, match="at least four"):
         fit(drafter_dir, (target, features[:3]), tmp_path / "f")
+
+
+def test_a_confidence_is_taught_what_was_accepted_where_the_slots_before_it_were():
+    """Greedy blocks teach acceptance itself, sampled ones its expectation 1 - TV; unreached slots teach nothing."""
+    logits = torch.tensor([[0.3, -0.2, 0.5], [0.1, 0.4, -0.6]])
+    drafts, served = torch.tensor([[1, 2, 3], [1, 2, 3]]), torch.tensor([[1, 9, 3], [9, 9, 9]])
+    overlap = torch.tensor([[0.1, 0.1, 0.1], [0.8, 0.5, 0.4]])
+    blocks = SimpleNamespace(
+        spread=lambda values: values.view(2, 3),
+        token=served,
+        inside=torch.ones(2, 3, dtype=torch.bool),
+        greedy=torch.tensor([True, False]),
+    )
+    drafter = SimpleNamespace(length_head=None, confidence_head=SimpleNamespace(raw=lambda hidden: logits))
+    loss = heads_loss(drafter, torch.zeros(2, 4, 8), blocks, drafts.flatten(), overlap.flatten())
+
+    def cost(logit: float, label: float) -> float:
+        p = 1 / (1 + math.exp(-logit))
+        return -(label * math.log(p) + (1 - label) * math.log(1 - p))
+
+    # First block: slot 1 accepted, slot 2 rejected, slot 3 never reached.
+    terms = [(1.0, cost(0.3, 1.0)), (1.0, cost(-0.2, 0.0))]
+    terms += [(1.0, cost(0.1, 0.8)), (0.8, cost(0.4, 0.5)), (0.4, cost(-0.6, 0.4))]
+    assert float(loss) == pytest.approx(sum(w * c for w, c in terms) / sum(w for w, _ in terms), rel=1e-5)
