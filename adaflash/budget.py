@@ -37,7 +37,7 @@ class Decision:
 def choose(survival: Tensor, cost: CostTable, least_gain: float = LEAST_GAIN) -> Decision:
     """survival [R, B - 1] fp32 on CPU. Everything is verified where the best budget gains less than `least_gain`."""
     requests, slots = survival.shape
-    likeliest = survival.flatten().double().sort(descending=True).values
+    likeliest = survival.flatten().double().nan_to_num(0.0).sort(descending=True).values
     tokens = requests + torch.cat([torch.zeros(1, dtype=torch.float64), likeliest.cumsum(0)])
     seconds = cost.step_seconds(requests)
     speed = tokens / seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,7 +106,12 @@ def profile_verify(
     ] = None,
     layers: Annotated[int, typer.Option(help="Drafter layers, without --drafter.", min=1)] = 2,
     block: Annotated[int, typer.Option(help="Slots per block, without --drafter.", min=2)] = 8,
-    requests: Annotated[str, typer.Option(help="Batch sizes to measure, comma separated.")] = "1,2,4,8,16",
+    requests: Annotated[
+        str | None,
+        typer.Option(
+            help="Batch sizes to measure, comma separated. Default: powers of two up to max_running_requests."
+        ),
+    ] = None,
     context: Annotated[int, typer.Option(help="Prompt tokens per request.", min=1)] = 128,
     steps: Annotated[int, typer.Option(help="Steps counted per cell and pass.", min=2)] = 12,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
@@ -119,11 +125,20 @@ def profile_verify(
     from serving.worker.profile import profile
 
     c = load(WorkerConfig, config, model=model, dtype=dtype, **settings(more))
+    most = c.max_running_requests
     try:
-        batches = [int(r) for r in requests.split(",")]
+        batches = (
+            [int(r) for r in requests.split(",")] if requests else [*(2**k for k in range(9) if 2**k < most), most]
+        )
     except ValueError:
         raise UserError(f"--requests {requests}: expected numbers with commas, such as 1,4,16") from None
     shape = drafter or drafter_config(c.model, layers=layers, block=block)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}") from None
+    if out.is_dir() or not os.access(out.parent, os.W_OK):
+        raise UserError(f"--out {out}: not a file that can be written")  # better now than after minutes of measuring
     with progress_bars() as show:
         table = profile(c, shape, requests=batches, context=context, steps=steps, progress=show)
     table.save(out)

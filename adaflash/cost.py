@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from adaflash.errors import UserError, one_line
@@ -36,6 +36,8 @@ class CostTable(BaseModel):
     seconds: tuple[tuple[float, ...], ...] = Field(description="[requests][fractions]")
     plain_seconds: tuple[float, ...] = Field(description="per batch size: a step that drafts nothing")
 
+    _by_requests: dict[int, Tensor] = PrivateAttr(default_factory=dict)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if list(self.requests) != sorted(set(self.requests)) or self.requests[0] < 1:
@@ -49,10 +51,18 @@ class CostTable(BaseModel):
             raise ValueError("plain_seconds needs one number per batch size")
         if min(min(row) for row in (*self.seconds, self.plain_seconds)) <= 0:
             raise ValueError("every cost must be positive")
+        for column in (*zip(*self.seconds, strict=True), self.plain_seconds):
+            if list(column) != sorted(column):  # beyond the last probe the last slope goes on
+                raise ValueError("costs must not fall with the number of requests")
         return self
 
     def step_seconds(self, requests: int) -> Tensor:
         """Cost of a step of `requests` that verifies 0, 1, ... all drafted slots: [requests * (B - 1) + 1] fp64."""
+        if requests not in self._by_requests:
+            self._by_requests[requests] = self._step_seconds(requests)
+        return self._by_requests[requests]
+
+    def _step_seconds(self, requests: int) -> Tensor:
         slots = requests * (self.block_size - 1)
         share = torch.arange(slots + 1, dtype=torch.float64) / slots
         low, high, weight = _neighbours(self.requests, requests)

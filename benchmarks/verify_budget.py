@@ -40,7 +40,7 @@ BLOCK = 8
 CLIENTS = (1, 2, 4, 8, 16)
 MODES: dict[str, dict[str, Any]] = {
     "static": {"verify": "static"},
-    "paper": {"verify": "adaptive", "verify_rule": "length"},
+    "paper": {"verify": "adaptive", "verify_rule": "length", "speculation": "on"},
     "budget": {"verify": "adaptive"},
     "plain": {"route": "none"},
 }

@@ -20,12 +20,14 @@ from torch import Tensor
 
 from adaflash.budget import Decision
 from adaflash.cost import CostTable
-from serving.sglang_plugin.planner import BudgetPlanner, all_slots, zero_budget
+from serving.sglang_plugin.planner import BudgetPlanner, zero_budget
 from serving.sglang_plugin.settings import VerifySettings
 from serving.sglang_plugin.steps import LONGEST_SECONDS
 from serving.sglang_plugin.switch import Switch
 
 logger = logging.getLogger(__name__)
+
+AGREE_EVERY = 4  # decode steps between two agreements of the tensor-parallel ranks
 
 
 class Adaptive:
@@ -40,6 +42,7 @@ class Adaptive:
         can_skip = settings.mode == "adaptive"  # only there a step may verify less than whole blocks
         self.switch = Switch(self.cost) if settings.switch and can_skip and self.cost else None
         self.drafting, self.forced_off = True, False
+        self._switched_on, self._steps = True, 0
         self.confidence: Tensor | None = None  # [R, B - 1] of the step under way
         # SGLang forgets steps that took over a second, which they may on a CPU.
         worker._observers._info_dumper._max_step_cpu_seconds = LONGEST_SECONDS
@@ -58,12 +61,18 @@ class Adaptive:
         """True if the loaded drafter has the head that the rule reads."""
         return bool(self.worker.draft_model.confidence_head.known_present)
 
-    def begin_step(self) -> None:
-        """Before each decode step, on every rank: the leader's clock decides for all."""
-        if self.switch is None:
-            self.drafting = not self.forced_off
-            return
-        self.drafting = self._agreed(self.switch.decide() if self.leader else True) and not self.forced_off
+    def begin_step(self, requests: int) -> None:
+        """Before each decode step, on every rank: the leader's clock and measurements decide for all."""
+        if self.switch is not None and self._steps % AGREE_EVERY == 0:
+            self._switched_on = self._agreed(self._decide(requests) if self.leader else True)
+        self._steps += 1
+        self.drafting = self._switched_on and not self.forced_off
+
+    def _decide(self, requests: int) -> bool:
+        from sglang.srt.runtime_context import get_serving
+
+        assert self.switch is not None
+        return self.switch.decide(requests, str(get_serving().weight_version))
 
     def propose(self, **kwargs: Any) -> DraftProposal:
         """Stock proposal, or none at all while speculation is off."""
@@ -90,9 +99,10 @@ class Adaptive:
             temperatures=params.temperatures,
             greedy_draft=True,
         )
-        nothing = all_slots(bs, proposer.gamma, device)
+        # The budget of this step is zero whatever they say; the first steps that draft again are planned from these.
+        sure = torch.ones(bs, proposer.gamma, device=device)
         shown = ids[:, : proposer.gamma].contiguous()
-        return DraftProposal(draft_block_ids=shown, draft_block=block, confidence=nothing, confidence_raw=nothing)
+        return DraftProposal(draft_block_ids=shown, draft_block=block, confidence=sure, confidence_raw=sure)
 
     def _agreed(self, mine: bool) -> bool:
         """The leader's answer, on every tensor-parallel rank: ranks that disagree would hang in a collective."""

@@ -133,7 +133,7 @@ class StepOnDevice:
         self.tensors = tuple(t.clone() if t is not None else None for t in tensors)
         self.facts: StepFacts | None = None
         if capture.steps is not None and verify:
-            self.facts = StepFacts(adaptive.drafting, adaptive.decision, seconds) if adaptive else StepFacts()
+            self.facts = StepFacts(adaptive.drafting, adaptive.decision, seconds)
 
     def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> StepOnHost:
         """Starts the copies; SGLang synchronises before `consume`."""
@@ -158,7 +158,8 @@ class StepOnHost:
             caps = self.caps.tolist() if self.caps is not None else None
             self.capture.consume(batch, commits, accepted, caps)
             if self.facts is not None and accepted is not None and self.capture.steps is not None:
-                self.capture.steps.observe(accepted, caps, self.confidence, self.facts)
+                emitted = [len(c.token_ids) for c in commits if c is not None]
+                self.capture.steps.observe(accepted, caps, self.confidence, self.facts, len(emitted), sum(emitted))
         except Exception:
             logger.exception("rollout capture failed on a step")
             self.capture._telemetry.capture_failed()
@@ -177,4 +178,5 @@ def start_capture(adaptive: Any) -> Capture:
         telemetry=telemetry,
     )
     writer.start()
-    return Capture(width, writer.offer, telemetry, VerifySteps(width, adaptive))
+    steps = VerifySteps(width, adaptive) if adaptive is not None else None
+    return Capture(width, writer.offer, telemetry, steps)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,26 +25,34 @@ _MODULES = (
     "sglang.srt.speculative.dspark_components.dspark_planner",
     "sglang.srt.speculative.dspark_components.dspark_verify",
     "sglang.srt.speculative.dspark_components.dspark_worker_v2",
+    "sglang.srt.speculative.dspark_components.dspark_observability",
 )
 
 
 @dataclass
 class Emitted:
-    """What one request has emitted so far: counts [V] fp32 and their number, both on the device."""
+    """What one request has emitted and asks for, all on the device.
+
+    counts [V] fp32; total []: their number; terms [4]: frequency, presence, repetition, least length; stops [V] bool:
+    tokens that may not come before that length.
+    """
 
     counts: Tensor
     total: Tensor
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Penalties of the penalised requests, each [P, 1, 1]; `stops` [P, V] bool: tokens that may not come too early."""
-
-    frequency: Tensor
-    presence: Tensor
-    repetition: Tensor
-    least: Tensor
+    terms: Tensor
     stops: Tensor
+
+    @classmethod
+    def of(cls, request: Any, vocabulary: int, device: torch.device) -> Emitted:
+        """From what the host knows: after a retraction the tokens so far, else none."""
+        p = request.sampling_params
+        counts = torch.bincount(torch.tensor(request.output_ids, dtype=torch.int64), minlength=vocabulary).float()
+        terms = [p.frequency_penalty, p.presence_penalty, p.repetition_penalty, p.min_new_tokens or 0]
+        stops = torch.zeros(vocabulary, dtype=torch.bool)
+        if p.min_new_tokens:
+            stops[_stop_tokens(request)] = True
+        host = (counts, torch.tensor(float(len(request.output_ids))), torch.tensor(terms), stops)
+        return cls(*(t.to(device, non_blocking=True) for t in host))
 
 
 def penalised(request: Any) -> bool:
@@ -53,60 +61,75 @@ def penalised(request: Any) -> bool:
     return bool(p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0 or (p.min_new_tokens or 0) > 0)
 
 
-def adjust(logits: Tensor, counts: Tensor, total: Tensor, chain: Tensor, terms: Terms) -> Tensor:
-    """Applies `terms` to every row of verify blocks.
+def penalties(states: Sequence[Emitted], counts: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """What is added to logits, and by what they are scaled, after counts [P, V] of `total` [P] tokens: both [P, V]."""
+    frequency, presence, repetition, least = torch.stack([s.terms for s in states]).T[..., None]
+    present = counts > 0
+    added = -(frequency * counts + presence * present)
+    early = total[:, None] < least
+    added.masked_fill_(early & torch.stack([s.stops for s in states]), float("-inf"))
+    return added, torch.where(present, repetition, 1.0)
 
-    logits [P, T, V]; counts [P, V] and total [P] include the anchor; chain [P, T] is anchor and drafts. Row j sees the
-    counts after drafts 1..j. Order and formulas are those of SGLang's penalizers. Returns logits in their dtype.
+
+def adjust(logits: Sequence[Tensor], states: Sequence[Emitted], chain: Tensor) -> None:
+    """Applies penalties in place to the verify blocks of P requests, row by row: memory is that of one row each.
+
+    logits: P views [T, V]; the states include the anchor; chain [P, T]: anchor and drafts. Row j sees the counts after
+    drafts 1..j. Order and formulas are those of SGLang's penalizers.
     """
-    drafted = torch.zeros(logits.shape, dtype=torch.float32, device=logits.device)
-    drafted[:, 1:].scatter_(-1, chain[:, 1:, None].long(), 1.0)
-    seen = counts[:, None] + drafted.cumsum(1)
-    present = seen > 0
-    out = logits.float() - terms.frequency * seen - terms.presence * present
-    row = torch.arange(logits.shape[1], device=logits.device)
-    early = total[:, None] + row < terms.least[:, 0]
-    out = out.masked_fill(early[..., None] & terms.stops[:, None], float("-inf"))
-    scale = torch.where(present, terms.repetition, 1.0)
-    return torch.where(out < 0, out * scale, out / scale).to(logits.dtype)
+    seen, total = torch.stack([s.counts for s in states]), torch.stack([s.total for s in states])
+    one = torch.ones_like(seen[:, :1])
+    for j in range(chain.shape[1]):
+        if j:
+            seen.scatter_add_(1, chain[:, j : j + 1].long(), one)
+        added, scale = penalties(states, seen, total + j)
+        rows = torch.stack([block[j] for block in logits]).float() + added
+        rows = torch.where(rows < 0, rows * scale, rows / scale)
+        for block, row in zip(logits, rows, strict=True):
+            block[j] = row
 
 
 class Penalties:
     """Follows the penalised requests of one scheduler; `step` surrounds each forward of the extended worker."""
 
-    def __init__(self, chain: Callable[[], Tensor]) -> None:
+    def __init__(self, chain: Callable[[], Tensor], vocabulary: int) -> None:
         """`chain`: [R, T] anchor and drafts of the verify step under way."""
-        self._chain = chain
+        self._chain, self._vocabulary = chain, vocabulary
         self._rows: list[int] = []
         self._requests: list[Any] = []
 
     @contextmanager
     def step(self, batch: Any) -> Iterator[None]:
-        """While the block runs, verify logits of `batch` are adjusted."""
+        """While the block runs, logits of `batch` are adjusted."""
         global _current
-        rows = [i for i, r in enumerate(batch.reqs or ()) if penalised(r)]
-        self._rows, self._requests = rows, [batch.reqs[i] for i in rows]
-        _current = self if rows else None
+        self._rows = [i for i, r in enumerate(batch.reqs or ()) if penalised(r)]
+        self._requests = [batch.reqs[i] for i in self._rows]
+        _current = self if self._rows else None
+        sampling = batch.sampling_info if self._rows else None
         try:
+            if any(r.output_ids for r in self._requests) and batch.forward_mode.is_extend():
+                # Prefilled again after a retraction: SGLang's penalizers have forgotten what was emitted before.
+                batch.sampling_info = self._resumed(sampling, len(batch.reqs))
             yield
         finally:
             _current = None
+            if sampling is not None:
+                batch.sampling_info = sampling
 
-    def prefilled(self, tokens: Tensor, vocabulary: int) -> None:
-        """After a prefill. tokens [R]: the first token of each request; a retracted one starts from what it had."""
+    def prefilled(self, tokens: Tensor) -> None:
+        """After a prefill. tokens [R]: the token that each request emitted."""
         for row, request in zip(self._rows, self._requests, strict=True):
-            before = torch.tensor(request.output_ids, dtype=torch.int64, device=tokens.device)
-            counts = torch.bincount(before, minlength=vocabulary).float()
-            counts.scatter_add_(0, tokens[row : row + 1].long(), torch.ones(1, device=tokens.device))
-            setattr(request, _ATTRIBUTE, Emitted(counts, torch.tensor(len(before) + 1, device=tokens.device)))
+            state = Emitted.of(request, self._vocabulary, tokens.device)
+            state.counts.scatter_add_(0, tokens[row : row + 1].long(), torch.ones_like(state.counts[:1]))
+            state.total += 1
+            setattr(request, _ATTRIBUTE, state)
 
     def verified(self, tokens: Tensor, accepted: Tensor) -> None:
         """After a verify step. tokens [R, T] emitted by it, of which the first `accepted` [R] count."""
-        for row, request in zip(self._rows, self._requests, strict=True):
-            emitted: Emitted = getattr(request, _ATTRIBUTE)
-            counts = (torch.arange(tokens.shape[1], device=tokens.device) < accepted[row]).float()
-            emitted.counts.scatter_add_(0, tokens[row].long(), counts)
-            emitted.total += accepted[row]
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        for row, state in zip(self._rows, self._states(tokens.device), strict=True):
+            state.counts.scatter_add_(0, tokens[row].long(), (places < accepted[row]).float())
+            state.total += accepted[row]
 
     @property
     def needed(self) -> bool:
@@ -115,21 +138,33 @@ class Penalties:
 
     def apply(self, logits: Tensor, width: int) -> None:
         """Adjusts logits [R * width, V] of the batch under way in place."""
-        states: list[Emitted] = [getattr(r, _ATTRIBUTE) for r in self._requests]
-        view = logits.view(-1, width, logits.shape[-1])
-        rows = torch.tensor(self._rows, device=logits.device)
-        counts, total = torch.stack([s.counts for s in states]), torch.stack([s.total for s in states])
-        view[rows] = adjust(view[rows], counts, total, self._chain()[rows], self._terms(logits))
+        blocks, chain = logits.view(-1, width, logits.shape[-1]), self._chain()
+        states = self._states(logits.device)
+        adjust([blocks[r] for r in self._rows], states, torch.stack([chain[r] for r in self._rows]))
 
-    def _terms(self, logits: Tensor) -> Terms:
-        params = [r.sampling_params for r in self._requests]
-        table = [[p.frequency_penalty, p.presence_penalty, p.repetition_penalty, p.min_new_tokens or 0] for p in params]
-        columns = torch.tensor(table, dtype=torch.float32, device=logits.device).T[..., None, None]
-        stops = torch.zeros(len(params), logits.shape[-1], dtype=torch.bool)
-        for i, request in enumerate(self._requests):
-            if request.sampling_params.min_new_tokens:
-                stops[i, _stop_tokens(request)] = True
-        return Terms(columns[0], columns[1], columns[2], columns[3], stops.to(logits.device))
+    def _states(self, device: torch.device) -> list[Emitted]:
+        for request in self._requests:
+            if getattr(request, _ATTRIBUTE, None) is None:  # it was prefilled elsewhere
+                setattr(request, _ATTRIBUTE, Emitted.of(request, self._vocabulary, device))
+        return [getattr(r, _ATTRIBUTE) for r in self._requests]
+
+    def _resumed(self, sampling: Any, requests: int) -> Any:
+        """`sampling` of a prefill with the penalties of what its requests have emitted already."""
+        device = sampling.temperatures.device
+        states = [Emitted.of(r, self._vocabulary, device) for r in self._requests]
+        added, scale = penalties(
+            states, torch.stack([s.counts for s in states]), torch.stack([s.total for s in states])
+        )
+        whole = (
+            torch.zeros(requests, added.shape[1], device=device),
+            torch.ones(requests, scale.shape[1], device=device),
+        )
+        for tensor, rows in zip(whole, (added, scale), strict=True):
+            for row, values in zip(self._rows, rows, strict=True):
+                tensor[row] = values
+        return dataclasses.replace(
+            sampling, penalizer_orchestrator=None, acc_additive_penalties=whole[0], acc_scaling_penalties=whole[1]
+        )
 
 
 _current: Penalties | None = None  # the scheduler is one thread; set while a batch with a penalised request runs

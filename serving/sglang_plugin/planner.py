@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from sglang.srt.speculative.dspark_components.dspark_planner import (
     HostConfidenceBudgetPlanner,
     VerifyBudgetDecision,
@@ -40,7 +39,7 @@ class BudgetPlanner(HostConfidenceBudgetPlanner):
         )
         self.decision = None
         if self.forced_budget_frac is not None:
-            slots = int(self.forced_budget_frac * survival.numel())
+            slots = round(self.forced_budget_frac * survival.numel())
         elif self.cost is not None:
             self.decision = choose(survival, self.cost)
             slots = self.decision.slots
@@ -52,14 +51,14 @@ class BudgetPlanner(HostConfidenceBudgetPlanner):
         self.last_decision = VerifyBudgetDecision(budget=slots, predicted_step_seconds=seconds)
         return slots
 
+    def note_non_decode_step(self) -> None:
+        """No budget was planned: no decision stands for the step."""
+        super().note_non_decode_step()
+        self.decision = None
+
 
 def zero_budget(planner: Any) -> int:
     """What a step that drafts nothing verifies: one row per request."""
     planner.last_decision = VerifyBudgetDecision(budget=0)
     planner.decision = None
     return 0
-
-
-def all_slots(requests: int, slots: int, device: torch.device) -> Tensor:
-    """Confidences of a step that was not drafted."""
-    return torch.zeros(requests, slots, device=device)

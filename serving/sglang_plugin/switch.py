@@ -24,6 +24,8 @@ class Switch:
         self._cost, self._clock = cost, clock
         self.on, self.probing = True, False
         self._pause, self._next_probe = FIRST_PAUSE, 0.0
+        self._off_at: tuple[int, str] = (0, "")  # requests and drafter when it went off
+        self._latest: tuple[int, str] = (0, "")
         self._plain = self._spent = 0.0  # seconds, with forgetting
         self._steps = 0
 
@@ -32,11 +34,14 @@ class Switch:
         """Measured tokens per second over those of plain decoding, by the cost table; 1 while nothing is known."""
         return self._plain / self._spent if self._spent else 1.0
 
-    def decide(self) -> bool:
-        """True if the coming step should draft."""
-        if not self.on and self._clock() >= self._next_probe:
+    def decide(self, requests: int, drafter: str) -> bool:
+        """True if the coming step should draft. Half the load or another drafter is worth a probe at once."""
+        self._latest = (requests, drafter)
+        before, old = self._off_at
+        if not self.on and (self._clock() >= self._next_probe or drafter != old or requests * 2 <= before):
             self.on = self.probing = True
-            self._forget()
+            self._plain = self._spent = 0.0
+            self._steps = 0
         return self.on
 
     def observe(self, requests: int, slots: int, tokens: int) -> None:
@@ -59,7 +64,4 @@ class Switch:
     def _turn_off(self, pause: float) -> None:
         self.on, self._pause = False, pause
         self._next_probe = self._clock() + pause
-
-    def _forget(self) -> None:
-        self._plain = self._spent = 0.0
-        self._steps = 0
+        self._off_at = self._latest

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge
 
+from serving.sglang_plugin.settings import VerifySettings
+
 if TYPE_CHECKING:
     from serving.sglang_plugin.capture import Finished
 
@@ -32,6 +34,14 @@ class Telemetry:
             "adaflash_plugin_active", "1 while capture runs in the scheduler.", multiprocess_mode="livemax"
         )
         self.plugin_active.set(1)
+        settings = VerifySettings.from_environment()
+        self.verify_mode = Gauge(
+            "adaflash_verify_mode_info",
+            "1 for how this worker verifies.",
+            ["mode", "rule"],
+            multiprocess_mode="livemax",
+        )
+        self.verify_mode.labels(settings.mode, settings.rule if settings.mode != "static" else "none").set(1)
         for result in ("written", "dropped_queue", "dropped_redis", "opted_out", "invalid", "capture_failed"):
             self.rollouts.labels(result)
 

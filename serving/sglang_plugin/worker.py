@@ -41,15 +41,16 @@ def extend(worker_class: Any) -> Any:
             )
             salt_prefix_cache_by_version()
             self._adaflash_adaptive = adaptive(self, rank)
-            self._adaflash_penalties = Penalties(follow_chain(self))
+            vocabulary = self.target_worker.model_runner.model_config.vocab_size
+            self._adaflash_penalties = Penalties(follow_chain(self), vocabulary)
             penalties.install()
             self._adaflash_stopwatch = Stopwatch()
             self._adaflash_capture = start_capture(self._adaflash_adaptive) if rank == 0 else None
             receipts.write(receipts.STARTED, rank, **describe(self))
 
         def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._adaflash_adaptive is not None:
-                self._adaflash_adaptive.begin_step()
+            if self._adaflash_adaptive is not None and not batch.forward_mode.is_extend():
+                self._adaflash_adaptive.begin_step(len(batch.reqs))
             with self._adaflash_penalties.step(batch):
                 result = super().forward_batch_generation(batch, *args, **kwargs)
             if self._adaflash_penalties.needed:
@@ -64,9 +65,14 @@ def extend(worker_class: Any) -> Any:
         def _count_emitted(self, result: Any) -> None:
             tokens, accepted = result.next_token_ids, result.accept_lens
             if accepted is None:
-                self._adaflash_penalties.prefilled(tokens, self.target_worker.model_runner.model_config.vocab_size)
+                self._adaflash_penalties.prefilled(tokens)
             else:
                 self._adaflash_penalties.verified(tokens.view(len(accepted), -1), accepted)
+
+        def init_attention_backends(self) -> None:
+            super().init_attention_backends()
+            if VerifySettings.from_environment().mode == "adaptive":
+                require_ragged(self.target_worker.model_runner.attn_backend)
 
         def _can_skip_verify_logits(self, *args: Any, **kwargs: Any) -> bool:
             """`DFLASH` on several ranks may take the argmax of shards; not where penalties change the logits."""
@@ -90,6 +96,17 @@ def adaptive(worker: Any, rank: int) -> Any:
     from serving.sglang_plugin.adaptive import Adaptive
 
     return Adaptive(worker, settings, leader=rank == 0)
+
+
+def require_ragged(backend: Any) -> None:
+    """Ends the start on an attention backend that would read packed rows as whole blocks; SGLang does not check."""
+    from serving import sglang_cpu
+
+    if not sglang_cpu.active() and not getattr(backend, "supports_ragged_verify_graph", False):
+        raise RuntimeError(
+            f"verify = adaptive needs ragged verification, which {type(backend).__name__} does not have: set "
+            'engine_args = ["--attention-backend", "fa3"] (or fa4, trtllm_mha), or verify = static'
+        )
 
 
 def follow_chain(worker: Any) -> Any:

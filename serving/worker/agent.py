@@ -83,6 +83,7 @@ class Agent:
             self.stage_dir.mkdir()
             self.drafter = self._first_drafter()
             launch.check_cost_table(c, self.drafter, self.target)
+            launch.note_missing_head(c, self.drafter)
             self.engine = Engine(c.url, c.admin_key, c.swap_seconds)
             self.process = launch.start(c, self.drafter, self.target, self.run_dir, self.stage_dir)
             heartbeat = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from adaflash.target import target_shape
 from serving.sglang_plugin import guard, loader, receipts
 from serving.sglang_plugin.settings import RAGGED_MODE
 from serving.worker.config import WorkerConfig
+
+logger = logging.getLogger(__name__)
 
 SGLANG_TABLE = "sps.json"
 
@@ -46,7 +49,7 @@ def check_drafter(model: str, directory: Path) -> DrafterConfig:
 
 def check_cost_table(c: WorkerConfig, drafter: Drafter | None, target: str) -> None:
     """Raises CostTableError if the table was measured for something else."""
-    if c.cost_table is None:
+    if c.cost_table is None or c.verify == "static":
         return
     table = CostTable.load(c.cost_table)
     have: dict[str, tuple[object, object]] = {"target": (table.target, target)}
@@ -58,6 +61,23 @@ def check_cost_table(c: WorkerConfig, drafter: Drafter | None, target: str) -> N
                 f"cost table {c.cost_table}: {key} {measured} was measured, {wanted} is served; "
                 "run `adaflash profile-verify` again"
             )
+    if table.requests[-1] < c.max_running_requests:
+        logger.warning(
+            "cost table %s was measured with up to %d requests, up to %d may run: beyond it costs are extrapolated",
+            *(c.cost_table, table.requests[-1], c.max_running_requests),
+        )
+
+
+def note_missing_head(c: WorkerConfig, drafter: Drafter | None) -> None:
+    """Says so if the rule's head is not there; such a drafter is verified whole."""
+    if c.verify == "static" or drafter is None:
+        return
+    has = drafter.config.length_head if c.verify_rule == "length" else drafter.config.confidence_head
+    if not has:
+        logger.warning(
+            "the drafter has no head for verify_rule %s and is verified whole; `adaflash fit-length-head` gives it one",
+            c.verify_rule,
+        )
 
 
 def safest(c: WorkerConfig) -> tuple[WorkerConfig, str]:
@@ -130,6 +150,7 @@ def environment(c: WorkerConfig, target: str, run_dir: Path, stage: Path) -> dic
         "ADAFLASH_ROUTE": c.route,
         "SGLANG_RAGGED_VERIFY_MODE": RAGGED_MODE[c.verify],
         "SGLANG_DSPARK_USE_GREEDY_DRAFT": "1",
+        "SGLANG_DSPARK_FOLDED_PROPOSAL": "1",  # unfolded, confidences would be read from another step's states
     }
     env |= c.verify_settings.to_environment()
     if c.route == "dspark":
@@ -158,9 +179,14 @@ def end(process: subprocess.Popen[bytes], seconds: float) -> bool:
     return True
 
 
-def start(c: WorkerConfig, drafter: Drafter | None, target: str, run_dir: Path, stage: Path) -> subprocess.Popen[bytes]:
-    """Starts the engine in its own session, so that a Ctrl-C in the terminal reaches the agent only."""
-    env = environment(c, target, run_dir, stage)
+def start(
+    c: WorkerConfig, drafter: Drafter | None, target: str, run_dir: Path, stage: Path, **more: str
+) -> subprocess.Popen[bytes]:
+    """Starts the engine in its own session, so that a Ctrl-C in the terminal reaches the agent only.
+
+    `more`: further environment.
+    """
+    env = environment(c, target, run_dir, stage) | more
     # SGLang's planner verifies everything unless it has a table; ours decides in its place.
     flat = {"sample_batch_tokens": [1, 2], "sample_steps_per_sec": [1.0, 1.0], "max_batch_tokens": 2}
     (run_dir / SGLANG_TABLE).write_text(json.dumps(flat))

@@ -7,6 +7,7 @@ own per-step records; the fit is ours, since SGLang's bins of 64 rows are too co
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import statistics
@@ -71,7 +72,7 @@ def profile(
             progress("steps", done, len(cells))
             samples[r, fraction] += measure(engine, r, fraction, context, steps)
         progress("steps", len(cells), len(cells))
-    middle = {cell: statistics.median(seconds) for cell, seconds in samples.items()}
+    middle = rising({cell: statistics.median(seconds) for cell, seconds in samples.items()}, batches)
     return CostTable(
         machine=machine(),
         target=target_fingerprint(config.model),
@@ -79,9 +80,23 @@ def profile(
         block_size=shape.block_size,
         requests=tuple(batches),
         fractions=FRACTIONS,
-        seconds=tuple(tuple(increasing([middle[r, f] for f in FRACTIONS])) for r in batches),
+        seconds=tuple(tuple(middle[r, f] for f in FRACTIONS) for r in batches),
         plain_seconds=tuple(middle[r, OFF] for r in batches),
     )
+
+
+def rising(cells: dict[tuple[int, float], float], batches: list[int]) -> dict[tuple[int, float], float]:
+    """The nearest costs that fall neither with requests nor with slots."""
+    out = dict(cells)
+    for _ in range(20):  # alternating projections settle at once unless the measurement was chaotic
+        for keys in [[(r, f) for r in batches] for f in (OFF, *FRACTIONS)] + [
+            [(r, f) for f in FRACTIONS] for r in batches
+        ]:
+            out |= dict(zip(keys, increasing([out[k] for k in keys]), strict=True))
+    for f in (OFF, *FRACTIONS):  # what is left of chaos
+        for low, high in itertools.pairwise(batches):
+            out[high, f] = max(out[high, f], out[low, f])
+    return out
 
 
 @contextmanager
@@ -93,16 +108,20 @@ def engine_for(config: WorkerConfig, shape: DrafterConfig) -> Iterator[Engine]:
         "verify_rule": "length",
         "verify_rate": 1000.0,  # every slot is allowed, the forced share decides
         "speculation": "on",
+        "cost_table": None,
+        "route": "dspark",
         "port": free_port(),
         "redis_url": "",
     }
-    c = config.model_copy(update=changed)
+    c, unknown = launch.safest(config.model_copy(update=changed))
+    if unknown:
+        raise ProfileError(f"{unknown}: there is nothing to profile")
     with tempfile.TemporaryDirectory(prefix="adaflash-profile-") as folder:
         home = Path(folder)
         save_drafter(random_drafter(heads, 0), home / "drafter", target_dtype(c.model))
         launch.check_drafter(c.model, home / "drafter")
-        os.environ["SGLANG_DSPARK_ENABLE_SPS_RECORD"] = "1"
-        process = launch.start(c, launch.Drafter(home / "drafter", heads, "profile"), "", home, home)
+        loaded = launch.Drafter(home / "drafter", heads, "profile")
+        process = launch.start(c, loaded, "", home, home, SGLANG_DSPARK_ENABLE_SPS_RECORD="1")
         engine = Engine(c.url, c.admin_key, REQUEST_SECONDS)
         try:
             deadline = time.monotonic() + c.start_seconds

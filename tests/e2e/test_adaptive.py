@@ -281,7 +281,7 @@ def test_what_happened_is_in_the_rollouts_and_in_the_metrics(overlapped: Fleet) 
     assert m['adaflash_verify_mode_info{mode="adaptive",rule="survival"}'] == 1
     assert (m["adaflash_plugin_active"], m["adaflash_length_head_present"], m["adaflash_speculation_on"]) == (1, 1, 1)
     assert m['adaflash_speculation_switches_total{to="off"}'] >= 1 <= m['adaflash_speculation_switches_total{to="on"}']
-    assert m["adaflash_verify_length_rows_count"] > m['adaflash_verify_length_rows_bucket{le="7.0"}'] * 0
+    assert sum(v > 0 for k, v in m.items() if k.startswith("adaflash_verify_length_total")) > 1
     assert m["adaflash_wasted_rows_total"] > 0 < m['adaflash_slot_verified_total{slot="1"}']
     assert m['adaflash_slot_verified_total{slot="1"}'] >= m['adaflash_slot_accepted_total{slot="1"}']
     for kind in ("measured", "predicted", "whole_block"):
@@ -338,10 +338,10 @@ def test_two_tensor_parallel_ranks_choose_the_same_lengths_switch_together_and_s
     ranks = 'engine_args=["--tp-size","2"]'
     pair = "0|1" if (os.cpu_count() or 1) > 1 else "0|0"
     want = plain.greedy(checks.PROMPTS, 60)
-    # Rows so dear that drafting never pays, so it is switched off and probed again and again.
+    # Rows so dear that drafting hardly pays: it is switched off and probed, and lengths differ while it is on.
     with start(
         *("ranks", "headed-weak", "adaptive", ranks, "speculation=auto"),
-        row_seconds=0.05,
+        row_seconds=0.006,
         SGLANG_CPU_OMP_THREADS_BIND=pair,
     ) as fleet:
         for drafter in ("headed-weak", "random", "headed"):
@@ -352,7 +352,8 @@ def test_two_tensor_parallel_ranks_choose_the_same_lengths_switch_together_and_s
         m = metrics(fleet.worker)
         assert m['adaflash_speculation_switches_total{to="off"}'] >= 1
         assert m['adaflash_speculation_switches_total{to="on"}'] >= 1
-        assert m["adaflash_speculation_speedup_ratio"] < 1
+        used = {k for k, v in m.items() if k.startswith("adaflash_verify_length_total") and v > 0}
+        assert len(used) > 2, used
 
 
 def test_a_cost_table_of_something_else_is_refused_with_what_to_do(
@@ -376,6 +377,6 @@ def test_profiling_measures_a_table_that_a_worker_takes(target_dir: str, drafter
     table = CostTable.load(out)
     assert (table.block_size, table.requests, table.target) == (8, (1, 3), target_fingerprint(target_dir))
     for plain_seconds, row in zip(table.plain_seconds, table.seconds, strict=True):
-        assert row == tuple(sorted(row))
         assert plain_seconds < row[-1]
+        assert row[0] < row[-1], "verifying everything costs nothing: nothing was measured"
     assert "slots verified" in run.stdout

@@ -42,6 +42,7 @@ def test_costs_are_interpolated_between_probes_and_extrapolated_beyond():
         ({"seconds": ((1.0, 2.0, 4.0),)}, "row per batch size"),
         ({"plain_seconds": (0.8,)}, "plain_seconds"),
         ({"seconds": ((0.0, 2.0, 4.0), (2.0, 6.0, 14.0))}, "positive"),
+        ({"seconds": ((3.0, 4.0, 5.0), (2.0, 6.0, 14.0))}, "must not fall"),
         ({"surprise": 1}, "surprise"),
     ],
 )
@@ -104,3 +105,8 @@ def test_lengths_are_what_sglangs_scheduler_hands_out(rows, slots):
         survival_probs=survival, budget=slots, cfg=DSparkScheduleConfig(gamma=4)
     )
     assert lengths(survival, slots).tolist() == theirs.tolist()
+
+
+def test_a_confidence_that_is_not_a_number_is_not_worth_a_row():
+    survival = torch.tensor([[float("nan")] * 4])
+    assert choose(survival, table()).slots == 0

@@ -165,7 +165,7 @@ def test_a_sliding_drafter_is_refused_on_the_cpu_platform(drafter_dir, target_di
 
 
 def test_an_admin_key_that_looks_like_an_option_is_still_a_key():
-    command = launch.command(load(WorkerConfig, None, model="m", admin_key="-x y"), None)
+    command = launch.command(load(WorkerConfig, None, model="m", admin_key="-x y"), None, Path())
     parser = argparse.ArgumentParser()
     parser.add_argument("--admin-api-key")
     assert parser.parse_known_args(command)[0].admin_api_key == "-x y"

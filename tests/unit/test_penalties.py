@@ -1,5 +1,6 @@
 """Penalties inside a verify block are those of decoding token by token."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -32,17 +33,22 @@ ASKED = [
 ]
 
 
+def batch_of(*requests, extend=False, sampling=None):
+    mode = SimpleNamespace(is_extend=lambda: extend)
+    return SimpleNamespace(reqs=list(requests), forward_mode=mode, sampling_info=sampling)
+
+
 @pytest.mark.parametrize("asked", ASKED, ids=lambda a: "-".join(a))
 def test_every_row_of_a_block_sees_what_was_emitted_before_it(asked):
     torch.manual_seed(0)
     plain, asking = request(), request(**asked)
-    batch = SimpleNamespace(reqs=[plain, asking])
+    batch = batch_of(plain, asking)
     chain = torch.randint(0, VOCABULARY, (2, WIDTH))
-    p = Penalties(lambda: chain)
+    p = Penalties(lambda: chain, VOCABULARY)
     with p.step(batch):
         pass
     first = torch.tensor([1, int(chain[1, 0])])
-    p.prefilled(first, VOCABULARY)
+    p.prefilled(first)
     output = [int(first[1])]
     for accepted in (1, 3, 2):
         chain = torch.randint(0, VOCABULARY, (2, WIDTH))
@@ -61,20 +67,52 @@ def test_every_row_of_a_block_sees_what_was_emitted_before_it(asked):
         output += emitted[1, :accepted].tolist()
 
 
-def test_a_retracted_request_goes_on_from_what_it_had_emitted():
-    r = request(frequency_penalty=1.0)
+@dataclass
+class Sampling:
+    """The fields of SGLang's SamplingBatchInfo that matter here."""
+
+    temperatures: torch.Tensor
+    penalizer_orchestrator: object = "its own"
+    acc_additive_penalties: torch.Tensor | None = None
+    acc_scaling_penalties: torch.Tensor | None = None
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=lambda a: "-".join(a))
+def test_a_retracted_request_goes_on_from_what_it_had_emitted(asked):
+    plain, r = request(), request(**asked)
     r.output_ids = [4, 4, 5]
-    p = Penalties(lambda: torch.zeros(1, WIDTH, dtype=torch.long))
-    with p.step(SimpleNamespace(reqs=[r])):
-        pass
-    p.prefilled(torch.tensor([5]), VOCABULARY)
+    p = Penalties(lambda: torch.zeros(2, WIDTH, dtype=torch.long), VOCABULARY)
+    stock = Sampling(torch.ones(2))
+    batch = batch_of(plain, r, extend=True, sampling=stock)
+    logits = torch.randn(2, VOCABULARY)
+    with p.step(batch):
+        info = batch.sampling_info
+        assert info.penalizer_orchestrator is None
+        got = logits + info.acc_additive_penalties
+        got = torch.where(got < 0, got * info.acc_scaling_penalties, got / info.acc_scaling_penalties)
+    assert batch.sampling_info is stock
+    torch.testing.assert_close(got[0], logits[0])
+    torch.testing.assert_close(got[1], reference.penalised(logits[1], [4, 4, 5], asked, [EOS]))
+    p.prefilled(torch.tensor([1, 5]))
     assert r._adaflash_penalty.counts[[4, 5]].tolist() == [2, 2]
     assert int(r._adaflash_penalty.total) == 4
+
+
+def test_a_request_that_was_prefilled_elsewhere_starts_from_what_the_host_knows():
+    r = request(frequency_penalty=1.0)
+    r.output_ids = [7]
+    chain = torch.tensor([[7, 2, 2, 2, 2]])
+    p = Penalties(lambda: chain, VOCABULARY)
+    logits = torch.zeros(WIDTH, VOCABULARY)
+    with p.step(batch_of(r)):
+        p.apply(logits, WIDTH)
+    assert logits[:, 7].tolist() == [-1] * WIDTH
+    assert logits[:, 2].tolist() == [0, -1, -2, -3, -4]
 
 
 def test_only_requests_that_ask_for_it_are_followed():
     assert not penalised(request())
     assert all(penalised(request(**a)) for a in ASKED)
-    p = Penalties(lambda: torch.zeros(1, WIDTH))
-    with p.step(SimpleNamespace(reqs=[request()])):
+    p = Penalties(lambda: torch.zeros(1, WIDTH), VOCABULARY)
+    with p.step(batch_of(request())):
         assert not p.needed

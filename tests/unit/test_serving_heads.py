@@ -64,6 +64,13 @@ def test_a_version_without_heads_leaves_nothing_of_the_one_before(checkpoint):
     assert all(float(p.abs().sum()) == 0 for p in heads.parameters())
 
 
+def test_a_head_of_another_width_is_left_out_unless_the_rule_reads_it(checkpoint):
+    wide = torch.zeros(WIDTH + 1, 2 * HIDDEN)
+    assert not serving_heads("survival", {}).takes("length.down.weight", wide)
+    assert serving_heads("survival", {}).takes("length.down.weight", wide[:-1])
+    assert serving_heads("length", {}).takes("length.down.weight", wide), "the loader refuses it by name"
+
+
 def test_names_are_mapped_once_and_other_tensors_are_not_ours(checkpoint):
     assert Heads.own_name("layers.0.mlp.up_proj.weight") is None
     for name in checkpoint[0]:

@@ -18,7 +18,7 @@ def run(switch: Switch, tokens: int, steps: int) -> int:
     """Steps that were speculative."""
     drafted = 0
     for _ in range(steps):
-        if switch.decide():
+        if switch.decide(1, "v1"):
             drafted += 1
             switch.observe(1, 4, tokens)
     return drafted
@@ -38,7 +38,7 @@ def test_it_goes_off_below_break_even_and_probes_ever_more_rarely():
     pauses = []
     for _ in range(8):
         before = clock.now
-        while not switch.decide():
+        while not switch.decide(1, "v1"):
             clock.now += 0.5
         pauses.append(clock.now - before)
         assert run(switch, 2, 100) == PROBE_STEPS
@@ -54,7 +54,7 @@ def test_a_probe_that_pays_switches_it_on_for_good_and_forgets_the_long_pause():
     run(switch, 1, 400)
     assert not switch.on
     clock.now += FIRST_PAUSE
-    assert switch.decide()
+    assert switch.decide(1, "v1")
 
 
 def test_a_probe_that_barely_breaks_even_does_not_switch_it_on():
@@ -71,3 +71,14 @@ def test_steps_that_end_after_it_went_off_do_not_count():
     gain = switch.gain
     switch.observe(1, 4, 5)
     assert switch.gain == gain
+
+
+def test_half_the_load_or_another_drafter_is_probed_at_once():
+    for requests, drafter in ((4, "v1"), (8, "v2")):
+        switch = Switch(table(), Clock())
+        for _ in range(HORIZON):
+            switch.decide(8, "v1")
+            switch.observe(8, 32, 8)
+        assert not switch.decide(8, "v1")
+        assert not switch.decide(5, "v1")
+        assert switch.decide(requests, drafter)

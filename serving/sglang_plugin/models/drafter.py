@@ -75,7 +75,7 @@ class DFlashDraftModel(DSparkDraftModel):
             head = Heads.own_name(name)
             if head is None:
                 own[name] = tensor
-            elif self.confidence_head is not None:
+            elif self.confidence_head is not None and self.confidence_head.takes(head, tensor):
                 own[f"confidence_head.{head}"] = tensor
         return own
 

@@ -70,6 +70,10 @@ class Heads(nn.Module):
                 return ours + name.removeprefix(theirs)
         return None
 
+    def takes(self, name: str, tensor: Tensor) -> bool:
+        """False for a head of another width that the rule does not read anyway."""
+        return name.startswith(self.needed()) or self.get_parameter(name).shape == tensor.shape
+
     def needed(self) -> str:
         """Prefix of the tensors that the rule cannot do without."""
         return f"{LENGTH}." if self.rule == "length" else f"{CONFIDENCE}."
