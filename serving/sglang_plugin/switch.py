@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from adaflash.cost import CostTable
 
-HORIZON = 64  # steps that the running comparison remembers
-PROBE_STEPS = 16
+HORIZON = 128  # steps of single requests that the running comparison remembers: 8 steps of 16 requests
+PROBE = 32  # of these in a probe
+LEAST_STEPS = 4  # however many requests run at once
 OFF_BELOW, ON_ABOVE = 1.0, 1.03  # hysteresis: a probe has to show a gain that is not noise
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0  # seconds between probes, doubled while they fail
 
@@ -27,7 +28,7 @@ class Switch:
         self._off_at: tuple[int, str] = (0, "")  # requests and drafter when it went off
         self._latest: tuple[int, str] = (0, "")
         self._plain = self._spent = 0.0  # seconds, with forgetting
-        self._steps = 0
+        self._steps, self._samples = 0, 0
 
     @property
     def gain(self) -> float:
@@ -41,24 +42,27 @@ class Switch:
         if not self.on and (self._clock() >= self._next_probe or drafter != old or requests * 2 <= before):
             self.on = self.probing = True
             self._plain = self._spent = 0.0
-            self._steps = 0
+            self._steps, self._samples = 0, 0
         return self.on
 
     def observe(self, requests: int, slots: int, tokens: int) -> None:
         """A speculative step of `requests` that verified `slots` drafted slots and emitted `tokens` in all."""
         if not self.on or not requests:
             return  # a step that was under way when the switch went off
-        keep = 1 - 1 / HORIZON
+        keep = max(1 - requests / HORIZON, 0.5)
         self._plain = self._plain * keep + self._cost.plain(requests) * tokens / requests
         self._spent = self._spent * keep + self._cost.seconds_of(requests, slots)
         self._steps += 1
-        if self.probing and self._steps >= PROBE_STEPS:
+        self._samples += requests
+        if self._steps < LEAST_STEPS:
+            return
+        if self.probing and self._samples >= PROBE:
             self.probing = False
             if self.gain < ON_ABOVE:
                 self._turn_off(min(self._pause * 2, LONGEST_PAUSE))
             else:
                 self._pause = FIRST_PAUSE
-        elif not self.probing and self._steps >= HORIZON and self.gain < OFF_BELOW:
+        elif not self.probing and self._samples >= HORIZON and self.gain < OFF_BELOW:
             self._turn_off(FIRST_PAUSE)
 
     def _turn_off(self, pause: float) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.sglang_plugin.switch import FIRST_PAUSE, HORIZON, LONGEST_PAUSE, PROBE_STEPS, Switch
+from serving.sglang_plugin.switch import FIRST_PAUSE, HORIZON, LEAST_STEPS, LONGEST_PAUSE, PROBE, Switch
 from tests.unit.test_budget import table
 
 
@@ -41,7 +41,7 @@ def test_it_goes_off_below_break_even_and_probes_ever_more_rarely():
         while not switch.decide(1, "v1"):
             clock.now += 0.5
         pauses.append(clock.now - before)
-        assert run(switch, 2, 100) == PROBE_STEPS
+        assert run(switch, 2, 100) == PROBE
     assert pauses == [FIRST_PAUSE, 4, 8, 16, 32, *[LONGEST_PAUSE] * 3]
 
 
@@ -62,7 +62,7 @@ def test_a_probe_that_barely_breaks_even_does_not_switch_it_on():
     switch = Switch(table(), clock)
     run(switch, 2, 200)
     clock.now = FIRST_PAUSE
-    assert run(switch, 5, 100) == PROBE_STEPS  # gain exactly 1
+    assert run(switch, 5, 100) == PROBE  # gain exactly 1
 
 
 def test_steps_that_end_after_it_went_off_do_not_count():
@@ -82,3 +82,12 @@ def test_half_the_load_or_another_drafter_is_probed_at_once():
         assert not switch.decide(8, "v1")
         assert not switch.decide(5, "v1")
         assert switch.decide(requests, drafter)
+
+
+def test_many_requests_at_once_are_as_much_evidence_as_many_steps():
+    switch = Switch(table(), Clock())
+    for step in range(HORIZON // 64 + LEAST_STEPS):
+        if not switch.decide(64, "v1"):
+            break
+        switch.observe(64, 256, 64)
+    assert step == LEAST_STEPS
