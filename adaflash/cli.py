@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from adaflash import cli_drafter, cli_offline
+from adaflash import cli_drafter, cli_offline, cli_versions
 from adaflash.errors import UserError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cli_drafter.app, name="drafter")
+app.add_typer(cli_versions.app, name="versions")
 app.command()(cli_offline.pretrain)
 app.command("fit-length-head")(cli_offline.fit_length_head)
 app.command("eval")(cli_offline.eval_command)

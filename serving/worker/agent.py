@@ -32,6 +32,7 @@ from serving.worker.swap import EngineBroken, SwapError, Swapper, stage
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 2.0
+FAILED_SECONDS = 5.0  # for an engine that cannot finish anything any more
 RETRY_SECONDS = 30.0  # before a version that failed to stage or swap is tried again
 
 SWAPS = Counter("adaflash_swaps_total", "Drafter swaps by result.", ["result"])
@@ -60,6 +61,7 @@ class Agent:
         self.reason = ""
         self.version, self.checksum = "", ""
         self._failed: dict[int, float] = {}
+        self._schedulers: set[int] = set()
 
     def run(self) -> None:
         """Checks, start, proof, loop, drain. Raises one clear error if it cannot start."""
@@ -131,16 +133,23 @@ class Agent:
                 raise WorkerFailed(
                     f"SGLang ended with exit code {self.process.returncode} while starting; its log is above"
                 )
+            self._require_scheduler()
             if time.monotonic() > deadline:
                 raise WorkerFailed(f"SGLang did not answer within {self.config.start_seconds:.0f} s (--start-seconds)")
             if self.stop.wait(0.5):
                 raise WorkerFailed("stopped while starting")
+
+    def _require_scheduler(self) -> None:
+        if launch.scheduler_lost(self.process, self._schedulers):
+            self._become("failed", "SGLang's scheduler ended")
+            raise WorkerFailed("SGLang's scheduler ended without its server; the log above may say why")
 
     def _follow(self, swapper: Swapper) -> None:
         """Until SIGTERM: swap whenever the released version is not the one that runs."""
         while not self.stop.wait(1.0):
             if self.process.poll() is not None:
                 raise WorkerFailed(f"SGLang ended with exit code {self.process.returncode}")
+            self._require_scheduler()
             wanted = self._wanted()
             if wanted is None:
                 continue
@@ -233,8 +242,9 @@ class Agent:
             self._become("draining")
         if self.process.poll() is None:
             time.sleep(HEARTBEAT_SECONDS)  # gateways stop sending within this
-            if not launch.end(self.process, self.config.drain_seconds):
-                logger.warning("requests still ran after %.0f s of draining", self.config.drain_seconds)
+            patience = self.config.drain_seconds if self.state != "failed" else FAILED_SECONDS
+            if not launch.end(self.process, patience):
+                logger.warning("the engine had not ended after %.0f s and was killed", patience)
         try:
             self.registry.withdraw(self.config.worker_id)
         except RedisError as error:

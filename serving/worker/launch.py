@@ -179,6 +179,28 @@ def end(process: subprocess.Popen[bytes], seconds: float) -> bool:
     return True
 
 
+def scheduler_lost(process: subprocess.Popen[bytes], seen: set[int]) -> bool:
+    """True if a scheduler of the engine is gone; its HTTP server may live on and answer nothing.
+
+    `seen` keeps the schedulers' process ids between calls.
+    """
+    try:
+        children = psutil.Process(process.pid).children(recursive=True)
+        alive = {c.pid for c in children if _is_scheduler(c)}
+    except psutil.NoSuchProcess:
+        return False  # the engine itself is gone, which its exit code says better
+    seen |= alive
+    return not seen <= alive
+
+
+def _is_scheduler(process: psutil.Process) -> bool:
+    try:
+        running = process.status() != psutil.STATUS_ZOMBIE
+        return running and " ".join(process.cmdline()).startswith("sglang::scheduler")
+    except psutil.Error:
+        return False
+
+
 def start(
     c: WorkerConfig, drafter: Drafter | None, target: str, run_dir: Path, stage: Path, **more: str
 ) -> subprocess.Popen[bytes]:

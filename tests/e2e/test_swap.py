@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,7 @@ from adaflash.keys import Keys
 from adaflash.release import read_events
 from adaflash.versions import sha256
 from serving.sglang_plugin import loader
+from tests.conftest import RedisServer
 from tests.e2e.conftest import NAME, Fleet, text_prompts, walk_prompts
 from tests.e2e.servers import ADMIN_KEY, Worker
 
@@ -177,3 +179,22 @@ def test_the_engine_does_not_show_its_keys(fleet: Fleet) -> None:
         assert r.status_code == 401
         assert ADMIN_KEY not in r.text
         assert fleet.worker.http.get(f"/{path}").status_code == 200
+
+
+def test_a_worker_whose_scheduler_is_gone_ends_with_one_line(
+    target_dir: str, drafter_dir: Path, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """The HTTP server is stopped, so that nobody but the agent can notice."""
+    arguments = ("--drafter", str(drafter_dir / "weak"))
+    worker = Worker(tmp_path / "worker.log", target_dir, "lost", redis_server.url, tmp_path / "store", *arguments)
+    try:
+        worker.wait()
+        engine = psutil.Process(worker.popen.pid).children()[0]
+        (scheduler,) = [c for c in engine.children() if " ".join(c.cmdline()).startswith("sglang::scheduler")]
+        engine.suspend()
+        scheduler.kill()
+        assert worker.popen.wait(60) == 1
+        assert "adaflash: SGLang's scheduler ended without its server" in worker.log.read_text()
+        assert not engine.is_running()
+    finally:
+        worker.stop()

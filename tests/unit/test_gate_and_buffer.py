@@ -1,5 +1,6 @@
 """What the gate lets out, and what the buffer trains on."""
 
+import random
 from collections import Counter
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from tests.unit.test_rollouts import record
 from trainer.buffer import Buffer, FeatureCache, held_out
 from trainer.config import BufferConfig, GateConfig
-from trainer.gate import judge
+from trainer.gate import gain_interval, judge
 
 GATE = GateConfig(margin=0.1, worst_domain_loss=0.03, min_domain=1, min_held_out=2)
 
@@ -33,6 +34,32 @@ def test_everything_else_is_held_back_with_the_reason(domains, candidate, active
     v = judge(GATE, domains, candidate, active, finite)
     assert not v.promote
     assert why in v.why
+
+
+def test_a_mean_gain_that_one_lucky_sequence_made_is_held_back():
+    active = [[2, 2, 2, 2]] * 12
+    lucky = [[2, 2, 2, 2]] * 10 + [[8], [3, 2, 2, 1]]
+    v = judge(GATE, ["a"] * 12, lucky, active, True)
+    assert not v.promote
+    assert "may be chance" in v.why
+    steady = judge(GATE, ["a"] * 12, [[3, 3, 2]] * 12, active, True)
+    assert steady.promote
+    assert steady.report()["gain_low"] == pytest.approx(8 / 3 - 2)
+
+
+def test_the_interval_is_paired_and_covers_the_true_gain():
+    """Sequences differ by far more than the drafters do; unpaired, the interval would say nothing."""
+    rng = random.Random(0)
+    covered, widths = 0, []
+    for trial in range(60):
+        shapes = [(rng.randint(1, 4), rng.randint(8, 60)) for _ in range(24)]  # tokens a step, steps
+        active = [[tokens] * steps for tokens, steps in shapes]
+        candidate = [[tokens + (rng.random() < 0.1) for _ in range(steps)] for tokens, steps in shapes]
+        low, high = gain_interval(candidate, active, 0.9, trial)
+        widths.append(high - low)
+        covered += low <= 0.1 <= high
+    assert covered >= 45
+    assert max(widths) < 0.08
 
 
 def test_a_domain_with_too_few_sequences_has_no_veto():
