@@ -121,18 +121,12 @@ def best_budget(survival: list[float], cost: Callable[[int], float], least_gain:
 
 
 def survival_rows(w: dict[str, Tensor], cost: Callable[[int], float]) -> Callable[[Tensor], int]:
-    """Rows to verify for one request alone, by the confidence head: the budget comes from two steps ago.
-
-    A new function for each request: it remembers the request's steps.
-    """
-    past: list[list[float]] = []
+    """Rows to verify for one request alone, by the confidence head and what rows cost."""
 
     def rows(hidden: Tensor) -> int:
         c = confidences(w, hidden)
         survival = [math.prod(c[: j + 1]) for j in range(len(c))]
-        past.append(survival)
-        planned = past[-3] if len(past) > 2 else [1.0] * len(c)
-        return 1 + min(best_budget(planned, cost), sum(s >= 1e-6 for s in survival))
+        return 1 + min(best_budget(survival, cost), sum(s >= 1e-6 for s in survival))
 
     return rows
 

@@ -81,8 +81,11 @@ class Adaptive:
         return proposal
 
     def resolve_budget(self, **kwargs: Any) -> int | None:
-        """Stock budget; nothing while speculation is off. In `shadow` it is noted and whole blocks are verified."""
-        budget = self._resolve(**kwargs) if self.drafting else zero_budget(self.planner)
+        """Slots to verify; none while speculation is off. In `shadow` they are noted and whole blocks are verified."""
+        budget: int | None = zero_budget(self.planner)
+        if self.drafting:
+            budget = self.planner.plan_now(kwargs["confidence"])
+            budget = self._resolve(**kwargs) if budget is None else budget
         return budget if self.settings.mode == "adaptive" else None
 
     def _empty(self, *, draft_input: Any, bs: int, sampling_info: Any, **_: Any) -> DraftProposal:

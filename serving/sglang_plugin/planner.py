@@ -1,7 +1,8 @@
 """The verify budget inside SGLang's `DSPARK` planner: our rules in the place of its own, everything else is stock.
 
 SGLang plans from confidences of two steps ago, so that it never waits for the device; the slots of the coming step are
-then handed out by its own confidences. On every tensor-parallel rank the inputs are equal, so the budgets are.
+then handed out by its own confidences. Where the confidences are on the host anyway the budget is that of the coming
+step. On every tensor-parallel rank the inputs are equal, so the budgets are.
 """
 
 from __future__ import annotations
@@ -50,6 +51,16 @@ class BudgetPlanner(HostConfidenceBudgetPlanner):
         seconds = self.decision.seconds if self.decision else None
         self.last_decision = VerifyBudgetDecision(budget=slots, predicted_step_seconds=seconds)
         return slots
+
+    def plan_now(self, confidence: Tensor | None) -> int | None:
+        """The budget from the coming step's own confidences [R, B - 1]; None where that would wait for the device."""
+        if self.cost is None or self.forced_budget_frac is not None or confidence is None or confidence.is_cuda:
+            return None
+        self.decision = choose(confidence.float().cumprod(-1), self.cost)
+        self.last_decision = VerifyBudgetDecision(
+            budget=self.decision.slots, predicted_step_seconds=self.decision.seconds
+        )
+        return self.decision.slots
 
     def note_non_decode_step(self) -> None:
         """No budget was planned: no decision stands for the step."""
