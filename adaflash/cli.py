@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from adaflash import cli_drafter, cli_offline, cli_versions
+from adaflash import cli_drafter, cli_offline, cli_release, cli_versions
 from adaflash.errors import UserError
 
 app = typer.Typer(
@@ -25,6 +25,8 @@ app.command()(cli_offline.pretrain)
 app.command("fit-length-head")(cli_offline.fit_length_head)
 app.command("eval")(cli_offline.eval_command)
 app.command()(cli_offline.rollouts)
+app.command()(cli_release.status)
+app.command()(cli_release.events)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with this process's settings.")]
 Set = Annotated[

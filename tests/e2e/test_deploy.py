@@ -15,7 +15,8 @@ import pytest
 
 from serving.ports import free_port
 from tests.e2e.conftest import NAME, Fleet, walk_prompts
-from tests.e2e.servers import ROOT, Process
+from tests.e2e.servers import ROOT, Process, Worker
+from tests.e2e.test_adaptive import cost_table
 
 DEPLOY = ROOT / "deploy"
 TOOLS = Path(sys.executable).parent
@@ -75,8 +76,12 @@ def test_the_committed_dashboard_is_the_generated_one(tmp_path: Path) -> None:
 
 
 def test_every_dashboard_query_has_data_in_a_real_prometheus(fleet: Fleet, gateway: str, tmp_path: Path) -> None:
-    """Prometheus scrapes worker, gateway and a trainer that has done a round; no query may come back empty."""
-    fleet.run("weak")
+    """Prometheus scrapes an adaptive worker, gateway and a trainer that has done a round; no query may be empty."""
+    fleet.run("headed")
+    target = str(fleet.drafters.parent / "target")
+    arguments = ("--verify", "adaptive", "--cost-table", str(cost_table(target, 8, tmp_path)))
+    worker = Worker(tmp_path / "worker.log", target, NAME, fleet.redis.url, fleet.store.root, *arguments).wait()
+    fleet.run("headed")  # a swap to show, before the trainer holds the lease
     ops = free_port()
     small = ("round.rollouts=4", "round.max_wait_seconds=5", "round.steps=2", "gate.margin=99", "threads=1")
     trainer = Process(
@@ -86,8 +91,8 @@ def test_every_dashboard_query_has_data_in_a_real_prometheus(fleet: Fleet, gatew
     )
     targets = {
         "gateway:8000": gateway.removeprefix("http://"),
-        "worker:30000": f"127.0.0.1:{fleet.worker.port}",
-        "worker:30001": f"127.0.0.1:{fleet.worker.ops_port}",
+        "worker:30000": f"127.0.0.1:{worker.port}",
+        "worker:30001": f"127.0.0.1:{worker.ops_port}",
         "trainer:30002": f"127.0.0.1:{ops}",
     }
     config = (DEPLOY / "prometheus" / "prometheus.yml").read_text().replace("interval: 10s", "interval: 3s")
@@ -116,7 +121,7 @@ def test_every_dashboard_query_has_data_in_a_real_prometheus(fleet: Fleet, gatew
         headers = {"Authorization": "Bearer user-key"}
         while waiting:
             assert time.monotonic() < deadline, f"no data for {sorted(waiting)}; {scrape_errors(url)}"
-            fleet.worker.generate(walk_prompts(4), 24)
+            worker.generate(walk_prompts(4), 24)
             body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
             assert (
                 httpx.post(f"{gateway}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code == 200
@@ -127,6 +132,7 @@ def test_every_dashboard_query_has_data_in_a_real_prometheus(fleet: Fleet, gatew
         prometheus.terminate()
         prometheus.wait()
         trainer.stop()
+        worker.stop()
 
 
 def has_data(url: str, expression: str) -> bool:
