@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -58,9 +59,40 @@ class Fleet:
     def run(self, drafter: str) -> int:
         """Releases a fresh version of `drafter` and waits until it serves."""
         number = self.publish(drafter)
+        self.swap_to(number)
+        return number
+
+    def swap_to(self, number: int) -> None:
+        """Releases a published version and waits until it serves."""
         self.promote(number)
         self.wait(lambda e: e.version == f"v{number}" and e.state == "ready")
-        return number
+
+    def serve_during_swaps(
+        self, prompts: list[list[int]], want: list[list[int]], tokens: int, numbers: list[int]
+    ) -> tuple[int, int]:
+        """Four clients ask every prompt while versions change in turn; each answer has to be `want`.
+
+        Returns the swaps and the requests that lived through one.
+        """
+        spanned, wrong = 0, []
+
+        def client(part: int) -> None:
+            nonlocal spanned
+            for i in range(part, len(prompts), 4):
+                (out,) = self.worker.generate([prompts[i]], tokens)
+                spanned += len(out["meta_info"]["weight_versions"]) > 1
+                if out["output_ids"] != want[i]:
+                    wrong.append(i)
+
+        threads = [threading.Thread(target=client, args=(k,)) for k in range(4)]
+        for t in threads:
+            t.start()
+        swaps = 0
+        while any(t.is_alive() for t in threads):
+            self.swap_to(numbers[swaps % len(numbers)])
+            swaps += 1
+        assert not wrong
+        return swaps, spanned
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -222,26 +221,7 @@ def test_text_stays_the_targets_while_headed_and_headless_drafters_are_swapped(
 ) -> None:
     want = plain.greedy(checks.PROMPTS, 40)
     numbers = [overlapped.publish(d) for d in ("headed-weak", "random", "headed")]
-    wrong, spanned = [], 0
-
-    def client(part: int) -> None:
-        nonlocal spanned
-        for i in [*range(part, len(want), 4)] * 3:
-            (out,) = overlapped.worker.generate([checks.PROMPTS[i]], 40)
-            spanned += len(out["meta_info"]["weight_versions"]) > 1
-            if out["output_ids"] != want[i]:
-                wrong.append(i)
-
-    threads = [threading.Thread(target=client, args=(k,)) for k in range(4)]
-    for t in threads:
-        t.start()
-    swaps = 0
-    while any(t.is_alive() for t in threads):
-        number = numbers[swaps % len(numbers)]
-        overlapped.promote(number)
-        overlapped.wait(lambda e, n=number: e.version == f"v{n}" and e.state == "ready")
-        swaps += 1
-    assert not wrong
+    swaps, spanned = overlapped.serve_during_swaps(checks.PROMPTS * 3, want * 3, 40, numbers)
     assert swaps >= 2 and spanned
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 
 import torch
@@ -25,26 +24,7 @@ def test_greedy_text_equals_plain_decoding_with_a_random_and_a_trained_drafter(f
 def test_greedy_text_equals_plain_decoding_while_drafters_are_swapped(fleet: Fleet, plain: Worker) -> None:
     want = plain.greedy(PROMPTS, TOKENS)
     numbers = [fleet.publish(d) for d in ("good", "random", "weak", "good")]
-    spanned, wrong = 0, []
-
-    def clients(part: int) -> None:
-        nonlocal spanned
-        for i in range(part, len(PROMPTS), 4):
-            (out,) = fleet.worker.generate([PROMPTS[i]], TOKENS)
-            spanned += len(out["meta_info"]["weight_versions"]) > 1
-            if out["output_ids"] != want[i]:
-                wrong.append(i)
-
-    threads = [threading.Thread(target=clients, args=(k,)) for k in range(4)]
-    for t in threads:
-        t.start()
-    swaps = 0
-    while any(t.is_alive() for t in threads):
-        number = numbers[swaps % len(numbers)]
-        fleet.promote(number)
-        fleet.wait(lambda e, n=number: e.version == f"v{n}" and e.state == "ready")
-        swaps += 1
-    assert not wrong
+    swaps, spanned = fleet.serve_during_swaps(PROMPTS, want, TOKENS, numbers)
     assert swaps >= 3
     assert spanned >= 1, "no request lived through a swap; the test proved nothing"
 
