@@ -64,9 +64,7 @@ class VerifySteps:
             "adaflash_length_head_present", "1 if the loaded drafter has the head that the verify rule reads."
         )
         self._on = _gauge("adaflash_speculation_on", "1 while the drafter runs.")
-        self._speedup = _gauge(
-            "adaflash_speculation_speedup_ratio", "Measured tokens per second over plain decoding, by the cost table."
-        )
+        self._speedup = _gauge("adaflash_speculation_speedup_ratio", "Measured tokens per second over plain decoding.")
         self._switches = Counter("adaflash_speculation_switches_total", "Times speculation was switched.", ["to"])
         self._pending: collections.Counter[tuple[str, int]] = collections.Counter()
         self._flushed, self._was_on = 0.0, True
@@ -94,8 +92,9 @@ class VerifySteps:
         if facts.decision is not None and facts.seconds is not None:
             self._compare(accepted, confidence, facts.decision, facts.seconds)
         switch = self._adaptive.switch
-        if switch is not None and facts.drafting and requests:
-            switch.observe(requests, round((sum(rows) - len(rows)) * requests / len(rows)), tokens)
+        if switch is not None and requests:
+            slots = round((sum(rows) - len(rows)) * requests / len(rows))
+            switch.observe(requests, slots, tokens, facts.drafting, facts.seconds)
         now = time.monotonic()
         if len(accepted) <= _FEW_REQUESTS or now - self._flushed > _FLUSH_SECONDS:
             self._flushed = now

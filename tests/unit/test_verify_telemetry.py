@@ -45,14 +45,14 @@ def test_lengths_and_calibration_count_only_slots_that_were_reached(steps):
     assert value("adaflash_confidence_accepted_total", bin="9") == 1
     assert value("adaflash_confidence_accepted_total", bin="3") == 0
     assert value("adaflash_confidence_sum_total", bin="5") == pytest.approx(0.55)
-    assert steps.seen == [(2, 5, 4)]
+    assert steps.seen == [(2, 5, 4, True, None)]
     assert value("adaflash_speculation_speedup_ratio") == 1.5
 
 
 def test_what_nobody_received_does_not_speak_for_speculation(steps):
     """The second request had ended, and a stop hid two tokens of the first."""
     steps.observe([4, 4], [4, 4], None, StepFacts(), 1, 2)
-    assert steps.seen == [(1, 3, 2)]
+    assert steps.seen == [(1, 3, 2, True, None)]
 
 
 @pytest.mark.parametrize("why", ["nan", "absent head", "other rule"])
@@ -82,13 +82,13 @@ def test_shadow_measures_what_the_chosen_lengths_would_have_left(steps):
     assert value("adaflash_step_seconds_total", kind="measured") == 0.2
 
 
-def test_switching_is_visible_and_undrafted_steps_do_not_feed_the_switch(steps):
+def test_switching_is_visible_and_the_switch_hears_which_steps_drafted(steps):
     steps._adaptive.drafting = False
     steps.observe([1], [1], None, StepFacts(drafting=False), 1, 1)
     assert (value("adaflash_speculation_on"), value("adaflash_speculation_switches_total", to="off")) == (0, 1)
-    assert steps.seen == []
     steps._adaptive.drafting = True
-    steps.observe([2], [2], None, StepFacts(), 1, 2)
+    steps.observe([2], [2], None, StepFacts(seconds=0.1), 1, 2)
+    assert steps.seen == [(1, 0, 1, False, None), (1, 1, 2, True, 0.1)]
     assert (value("adaflash_speculation_on"), value("adaflash_speculation_switches_total", to="on")) == (1, 1)
 
 
