@@ -1,0 +1,229 @@
+"""How a drafter version gets to the fleet and back: the release controller's decisions, as a pure state machine.
+
+proposed -> canary workers -> compared with the rest on live traffic -> everyone, one worker at a time -> active, or
+everyone back to the active version. No I/O and no clock here: `step` takes what was seen and asked and returns the next
+state. Two controllers that step from the same state do no harm: only one of them can write (`adaflash.release`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from adaflash.fleet import Command, Event, Mark, ReleasePolicy, Seen, State, Workers
+from adaflash.live import Comparison, Counters, compare
+from adaflash.verbs import obey, take_back
+from adaflash.versions import label
+
+
+def step(
+    state: State, now: float, workers: Workers, commands: Sequence[Command], policy: ReleasePolicy
+) -> tuple[State, list[Event]]:
+    """The next state and what happened. `workers`: all live ones, by id; never call it with less than is known."""
+    events: list[Event] = []
+    s = state
+    for command in commands:
+        s = obey(s, command, now, events)
+    usable = {i: w for i, w in workers.items() if w.capable and not w.leaving}
+    if s.phase in ("canary", "rolling"):
+        s = _check_moved(s, now, workers, policy, events)
+    match s.phase:
+        case "idle":
+            s = _idle(s, now, usable, events)
+        case "canary":
+            s = _canary(s, now, usable, policy, events)
+        case "rolling":
+            s = _rolling(s, now, usable, events)
+        case "returning":
+            s = _returning(s, now, usable, policy, events)
+    return s, events
+
+
+def adopt(workers: Workers) -> State:
+    """A state for a fleet whose state was lost with Redis: what most workers run is active."""
+    running = [w.version for w in workers.values() if w.version is not None]
+    if not running:
+        return State()
+    active = max(set(running), key=lambda v: (running.count(v), v))
+    return State(active=active, known=max(running))
+
+
+def _idle(s: State, now: float, usable: Workers, events: list[Event]) -> State:
+    """Nothing moves; an operator's choice comes before a proposal."""
+    if s.paused:
+        return s
+    if s.forced is not None:
+        s, choice, origin = s.but(forced=None), s.forced, s.forced_origin
+    elif s.waiting is not None and s.waiting in (s.active, *s.rejected):
+        return s.but(waiting=None)
+    elif s.waiting is not None and s.pinned is None and now >= s.cooldown_until and (usable or s.active is None):
+        s, choice, origin = s.but(waiting=None), s.waiting, "trainer"
+    else:
+        return s
+    if choice == s.active:
+        return s
+    if s.active is None or not usable:  # nothing to compare with; workers take it when they see it
+        events.append({"what": "promoted", "to": choice, "from": s.active, "why": _why_at_once(s)})
+        return s.but(previous=_previous(s, origin), active=choice)
+    lone = len(usable) == 1
+    compared = origin == "trainer" and not lone
+    events.append(
+        {"what": "canary" if compared else "rolling", "to": choice, "from": s.active, "origin": origin}
+        | ({"why": "a single worker has no rest to compare with: the gate decided"} if lone and not compared else {})
+    )
+    return s.but(
+        phase="canary" if compared else "rolling",
+        candidate=choice,
+        origin=origin,
+        attempt=s.attempt + 1,
+        entered_at=now,
+        moved={},
+        pending="",
+        excused=(),
+        settled_at=None,
+        base={},
+    )
+
+
+def _check_moved(s: State, now: float, workers: Workers, policy: ReleasePolicy, events: list[Event]) -> State:
+    """Workers that were told to run the candidate: whether they do, left on purpose, or failed."""
+    for i, started in s.moved.items():
+        w = workers.get(i)
+        if w is not None and w.leaving:
+            s = _forget(s, i)
+        elif trouble := _trouble(s, i, started, w, now, policy):
+            if s.origin == "trainer":
+                return take_back(s, trouble, now, blame=True)
+            # An operator's choice is not vetoed by one worker, which keeps trying; by all of them it is.
+            events.append({"what": "excused", "to": s.candidate, "worker": i, "why": trouble})
+            s = _forget(s, i).but(excused=(*s.excused, i))
+        elif i == s.pending and w is not None and w.ready and w.version == s.candidate:
+            s = s.but(pending="")
+    return s
+
+
+def _trouble(s: State, i: str, started: str, w: Seen | None, now: float, policy: ReleasePolicy) -> str:
+    """Why a worker counts as failed by the candidate; empty if it does not."""
+    name = label(s.candidate if s.candidate is not None else -1)
+    if w is None:
+        return f"worker {i} was lost with {name}"
+    if w.failed:
+        return f"worker {i} failed with {name}"
+    if w.started != started:
+        return f"worker {i} ended and started again with {name}"
+    if w.refused is not None and (w.refused.version, w.refused.attempt) == (s.candidate, s.attempt):
+        return f"worker {i} could not take {name}: {w.refused.why}"
+    if i == s.pending and now > s.told_at + policy.change_seconds:
+        return f"worker {i} did not take {name} within {policy.change_seconds:.0f} s"
+    return ""
+
+
+def _forget(s: State, i: str) -> State:
+    """A moved worker that does not count any more; what was compared with it does not either."""
+    moved = {k: v for k, v in s.moved.items() if k != i}
+    return s.but(moved=moved, pending="" if s.pending == i else s.pending, settled_at=None, base={})
+
+
+def _canary(s: State, now: float, usable: Workers, policy: ReleasePolicy, events: list[Event]) -> State:
+    """Some workers run the candidate; after enough steps their acceptance and speed decide."""
+    if now > s.entered_at + policy.canary_seconds:
+        return take_back(s, "too little traffic to judge it", now)
+    if s.pending:
+        return s
+    if len(s.moved) < min(max(1, int(policy.canary_share * len(usable))), len(usable) - 1):
+        return _move_one(s, now, usable)
+    if not s.moved:
+        return s  # one worker is left: nothing to compare with, and nothing is rolled out unseen
+    if s.settled_at is None:
+        return s.but(settled_at=now)
+    if now < s.settled_at + policy.skip_seconds:
+        return s
+    rest = {i: w for i, w in usable.items() if i not in s.moved and w.ready}
+    mine = {i: usable[i] for i in s.moved if i in usable}
+    if any(not _same(s, i, w) for i, w in mine.items()) or not any(_same(s, i, w) for i, w in rest.items()):
+        return s.but(base={i: Mark(epoch=w.epoch, counters=w.counters) for i, w in (mine | rest).items()})
+    found = compare(_since(s, mine.items()), _since(s, rest.items()), policy)
+    if found.outcome == "bad":
+        return take_back(s, found.why, now, blame=True)
+    if found.outcome == "good":
+        events.append({"what": "rolling", "to": s.candidate, "from": s.active, "why": found.why} | _figures(found))
+        return s.but(phase="rolling", entered_at=now, base={}, settled_at=None)
+    return s
+
+
+def _rolling(s: State, now: float, usable: Workers, events: list[Event]) -> State:
+    """Every worker gets the candidate, the next one when the one before it runs it."""
+    if s.pending:
+        return s
+    left = [i for i in usable if i not in s.moved and i not in s.excused]
+    if [i for i in left if usable[i].ready]:
+        return _move_one(s, now, usable)
+    if not s.moved:
+        if s.excused and not left:
+            return take_back(s, f"no worker could take {label(s.candidate or 0)}", now)
+        return s  # no worker is ready
+    if s.paused:
+        return s
+    events.append({"what": "promoted", "to": s.candidate, "from": s.active, "origin": s.origin})
+    return s.but(
+        phase="idle",
+        previous=_previous(s, s.origin),
+        active=s.candidate,
+        candidate=None,
+        moved={},
+        excused=(),
+        failures=0,
+    )
+
+
+def _returning(s: State, now: float, usable: Workers, policy: ReleasePolicy, events: list[Event]) -> State:
+    """Workers go back by themselves, one at a time; those that cannot are named and go on trying."""
+    behind = sorted(i for i, w in usable.items() if not w.ready or (s.active is not None and w.version != s.active))
+    if (behind or not usable) and now < s.entered_at + policy.change_seconds:
+        return s
+    failures = s.failures + s.blame
+    cooling = s.blame and failures >= policy.failures
+    events.append(
+        {"what": "rolled_back", "from": s.candidate, "to": s.active, "why": s.reason}
+        | ({"behind": behind} if behind else {})
+    )
+    if cooling:
+        events.append({"what": "cooldown", "seconds": policy.cooldown_seconds, "why": f"{failures} failures in a row"})
+    return s.but(
+        phase="idle",
+        candidate=None,
+        failures=0 if cooling else failures,
+        cooldown_until=now + policy.cooldown_seconds if cooling else s.cooldown_until,
+    )
+
+
+def _move_one(s: State, now: float, usable: Workers) -> State:
+    """Tells one more worker to run the candidate; only called while none is pending."""
+    ready = sorted(i for i, w in usable.items() if i not in s.moved and i not in s.excused and w.ready)
+    if not ready or s.paused:
+        return s
+    changed = {**s.moved, ready[0]: usable[ready[0]].started}
+    return s.but(moved=changed, pending=ready[0], told_at=now, settled_at=None, base={})
+
+
+def _since(s: State, workers: Iterable[tuple[str, Seen]]) -> Counters:
+    """What workers did since the comparison began; those that changed or joined in between do not count."""
+    return sum((w.counters - s.base[i].counters for i, w in workers if _same(s, i, w)), Counters())
+
+
+def _same(s: State, i: str, w: Seen) -> bool:
+    """True if the worker was there when the comparison began and has counted on since."""
+    return i in s.base and s.base[i].epoch == w.epoch
+
+
+def _previous(s: State, origin: str) -> int | None:
+    """What a rollback would go to; after a rollback nothing, or the next one would undo it."""
+    return None if origin == "rollback" else s.active
+
+
+def _why_at_once(s: State) -> str:
+    return "first version" if s.active is None else "no worker runs"
+
+
+def _figures(c: Comparison) -> Event:
+    speed = {} if c.speed is None else {"speed": round(c.speed, 3)}
+    return {"tau": round(c.tau, 3), "tau_rest": round(c.tau_rest, 3)} | speed
