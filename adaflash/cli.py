@@ -27,6 +27,8 @@ app.command("eval")(cli_offline.eval_command)
 app.command()(cli_offline.rollouts)
 app.command()(cli_release.status)
 app.command()(cli_release.events)
+for _verb, _command in cli_release.VERBS.items():
+    app.command(_verb)(_command)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with this process's settings.")]
 Set = Annotated[

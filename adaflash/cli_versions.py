@@ -52,7 +52,7 @@ def show(version: Version, versions: Store) -> None:
     """Print a version's manifest: lineage, training, gate report, hashes."""
     from adaflash.versions import VersionStore
 
-    print(VersionStore(versions).manifest(_number(version)).model_dump_json(indent=1))
+    print(VersionStore(versions).manifest(version_number(version)).model_dump_json(indent=1))
 
 
 @app.command()
@@ -65,7 +65,7 @@ def diff(old: Version, new: Version, versions: Store) -> None:
     from adaflash.versions import VersionStore, label
 
     store = VersionStore(versions)
-    a, b = _number(old), _number(new)
+    a, b = version_number(old), version_number(new)
     before, after = store.manifest(a), store.manifest(b)
     for n, m in ((a, before), (b, after)):
         print(f"{label(n)}: parent {m.parent}, gate: {m.gate.get('why', 'none')}")
@@ -93,7 +93,7 @@ def verify_versions(
     from adaflash.versions import VersionError, VersionStore, label, verify
 
     store = VersionStore(versions)
-    numbers = [_number(version)] if version else store.numbers()
+    numbers = [version_number(version)] if version else store.numbers()
     if not numbers:
         raise UserError(f"no version in {store.root}")
     bad = 0
@@ -128,7 +128,8 @@ def gc(
     print(f"deleted: {words}" if yes else f"would delete: {words} (give --yes)")
 
 
-def _number(text: str) -> int:
+def version_number(text: str) -> int:
+    """The number in `12` or `v12`."""
     from adaflash.versions import label, parse_label
 
     return parse_label(text if text.startswith("v") else label(int(text)) if text.isdigit() else text)
@@ -147,7 +148,8 @@ def _uses(name: str | None, redis_url: str | None) -> dict[int, list[str]]:
     redis, keys = require(redis_url or url_from_environment()), Keys(name)
     state = Release(redis, keys).state()
     out: dict[int, list[str]] = {}
-    for number, word in ((state.active, "active"), (state.previous, "previous")):
+    for word in ("active", "previous", "candidate", "waiting", "forced", "pinned"):
+        number = getattr(state, word)
         if number is not None:
             out.setdefault(number, []).append(word)
     for worker in Registry(redis, keys).live():

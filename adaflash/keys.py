@@ -23,13 +23,28 @@ class Keys:
 
     @property
     def release(self) -> str:
-        """Hash: active, candidate, previous and pinned version, fencing number."""
+        """Hash: the release state as JSON, and its revision."""
         return self._name("release")
 
     @property
-    def lease(self) -> str:
+    def controller_lease(self) -> str:
         """String with expiry: who may change the release state."""
         return self._name("release", "lease")
+
+    @property
+    def trainer_lease(self) -> str:
+        """String with expiry: who may propose versions."""
+        return self._name("trainer", "lease")
+
+    @property
+    def swap_lock(self) -> str:
+        """String with expiry: the worker that may stand still now."""
+        return self._name("swap")
+
+    @property
+    def commands(self) -> str:
+        """Stream of what trainer and operators ask the controller for."""
+        return self._name("commands")
 
     @property
     def events(self) -> str:

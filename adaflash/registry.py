@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from redis import Redis
 
+from adaflash.fleet import Refusal, Seen
 from adaflash.keys import Keys
+from adaflash.live import Counters
 
 TTL_SECONDS = 15.0
 State = Literal["starting", "ready", "swapping", "draining", "failed"]
@@ -26,10 +29,28 @@ class WorkerEntry(BaseModel):
     state: State
     version: str
     checksum: str
-    tau: float | None = None
-    in_flight: int = 0
     reason: str = ""
     at: float = 0.0
+    capable: bool = Field(True, description="it has a drafter that can be exchanged")
+    started: str = Field("", description="names the process")
+    epoch: str = Field("", description="changes when the counters start again: with the process and with each version")
+    refused: Refusal | None = None
+    counters: Counters = Counters()
+
+    def seen(self) -> Seen:
+        """What the release controller needs of it."""
+        match = re.fullmatch(r"v(\d+)", self.version)
+        return Seen(
+            version=int(match[1]) if match else None,
+            ready=self.state == "ready",
+            leaving=self.state == "draining",
+            failed=self.state == "failed",
+            capable=self.capable,
+            started=self.started,
+            epoch=self.epoch,
+            refused=self.refused,
+            counters=self.counters,
+        )
 
 
 class Registry:

@@ -131,7 +131,7 @@ class Demo:
             swaps=len(pauses),
             requests=len(answers),
             failed_requests=sum(bool(a.error) for a in [*answers, *texts, *plain_texts]),
-            rounds=sum(e["what"] in ("promoted", "rejected") for e in self.monitor.events) - 1,
+            rounds=sum(e["what"] in ("propose", "rejected") for e in self.monitor.events),
             versions=[label(n) for n in self.store.numbers()],
             tok_s_speculative=with_1,
             tok_s_plain=without_1,
@@ -161,9 +161,9 @@ class Demo:
             init_drafter(self.model, source, seed=self.options.seed)
         drafter = load_drafter(source)
         manifest = self.store.publish(drafter, target_dtype(self.model), target=fingerprint, parent=None)
-        release = Release(require(redis_url), self.keys, "demo")
-        release.promote(manifest.number, release.hold(5), "first version")
-        release.let_go()
+        self.release = Release(require(redis_url), self.keys, "demo")
+        self.release.ask("promote", manifest.number, "first version")
+        self.first = source
 
     def spawn(self, stack: contextlib.ExitStack, name: str, redis_url: str, *arguments: str) -> Process:
         """Starts one `adaflash <name>` that is stopped with the demo."""
@@ -178,8 +178,10 @@ class Demo:
         """A worker that is ready, and the seconds it took."""
         began = time.monotonic()
         paths = ("--model", self.model, "--versions", str(self.store.root), "--route", route)
+        # The controller may not have released it yet.
+        first = ("--drafter", str(self.first)) if route != "none" else ()
         ports = ("--port", str(self.worker_port), "--ops-port", str(self.worker_ops))
-        process = self.spawn(stack, name, redis_url, *paths, *ports, "--set", "max_total_tokens=8192")
+        process = self.spawn(stack, name, redis_url, *paths, *first, *ports, "--set", "max_total_tokens=8192")
         process.wait_ready(f"http://127.0.0.1:{self.worker_ops}/readyz", START_SECONDS, self.monitor.poll)
         return process, time.monotonic() - began
 
@@ -202,7 +204,8 @@ class Demo:
 
     def parity(self) -> tuple[float, float]:
         """Served and replayed tau of the last version on requests that it served from start to end."""
-        number = self.store.numbers()[-1]
+        active = self.release.state().active
+        number = active if active is not None else self.store.numbers()[-1]
         mine = [r for r in self.monitor.rollouts if [s.version for s in r.versions] == [label(number)] and r.accepted]
         mine = mine[-PARITY_ROLLOUTS:]
         if not mine:

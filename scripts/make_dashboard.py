@@ -40,7 +40,7 @@ PANELS: list[tuple[str, str, str, str, list[tuple[str, str]]]] = [
         "short",
         "timeseries",
         "Steps up at each swap; workers that stay behind show as separate lines.",
-        [("{{instance}}", "adaflash_drafter_version"), ("released", "adaflash_released_version")],
+        [("{{instance}}", "adaflash_drafter_version"), ("released", 'max(adaflash_release_version{role="active"})')],
     ),
     (
         "Swaps",

@@ -144,7 +144,11 @@ class Actors:
         """See Learner.save."""
         self._call(self._learner.save, [*self._unacknowledged, *entries])
 
+    def follow(self, active: int) -> None:
+        """See Learner.follow; remembers the number for a learner that has to be started again."""
+        self._call(self._learner.follow, active)
+        self.active = active
+
     def publish(self, verdict: Verdict, training: dict[str, float]) -> int:
-        """See Learner.publish; remembers the number for a learner that has to be started again."""
-        self.active = int(self._call(self._learner.publish, verdict, training))
-        return self.active
+        """See Learner.publish."""
+        return int(self._call(self._learner.publish, verdict, training))

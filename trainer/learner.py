@@ -105,8 +105,15 @@ class Learner:
     def _replay(self, drafter: Drafter, rollouts: list[Rollout]) -> list[list[int]]:
         return replay(drafter, self.features.get(rollouts), self.target.embedding, self.target.head).steps
 
+    def follow(self, active: int) -> None:
+        """Takes another version as the one that a candidate has to beat: the fleet's, whoever chose it."""
+        if active != self.active_number:
+            self.active = self._load_active(active).to(self.target.device)
+            self.active_number = active
+            self._active_steps.clear()
+
     def publish(self, verdict: Verdict, training: dict[str, Any]) -> int:
-        """Writes the candidate as the next version and takes it as active; returns its number."""
+        """Writes the candidate as the next version; returns its number."""
         manifest = self.store.publish(
             self.distiller.averaged,
             self.dtype,
@@ -115,9 +122,6 @@ class Learner:
             training=training | {"rounds": self.rounds, "optimizer_steps": self.distiller.steps},
             gate=verdict.report(),
         )
-        self.active_number = manifest.number
-        self.active = load_drafter(self.store.path(manifest.number)).to(self.target.device)
-        self._active_steps.clear()
         return manifest.number
 
     def save(self, entries: list[str]) -> None:

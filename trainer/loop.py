@@ -1,4 +1,4 @@
-"""The trainer's main loop: collect a round, train, judge, save, acknowledge, release. Everything else hangs off it."""
+"""The trainer's main loop: collect a round, train, judge, save, acknowledge, propose. Everything else hangs off it."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def run(config: TrainerConfig) -> None:
 
 
 def one_round(config: TrainerConfig, actors: cluster.Actors, release: Release, stop: threading.Event) -> None:
-    """Collect -> train -> judge -> save -> acknowledge -> publish and release."""
-    assert_released(release, actors.active)
+    """Collect -> train -> judge -> save -> acknowledge -> publish and propose."""
+    follow_fleet(config, actors, release)
     batch = actors.collect(stop)
     if batch is None:
         return
@@ -116,11 +116,11 @@ def one_round(config: TrainerConfig, actors: cluster.Actors, release: Release, s
     )
     if verdict.promote:
         number = actors.publish(verdict, means)
-        release.promote(number, release.hold(LEASE_SECONDS), verdict.why)
-        status.RELEASED.set(number)
+        release.propose(number, release.trainer_lease.hold(LEASE_SECONDS), verdict.why)
+        status.PROPOSED.set(number)
         prune(config, release)
     else:
-        release.record("rejected", why=verdict.why)
+        release.record("rejected", why=verdict.why, gate=verdict.report())
     status.announce(release.redis, release.keys, active=actors.active, round=means, verdict=asdict(verdict))
 
 
@@ -129,24 +129,25 @@ def prune(config: TrainerConfig, release: Release) -> None:
     state = release.state()
     running = {e.version for e in Registry(release.redis, release.keys).live()}
     store = VersionStore(config.versions)
-    in_use = {n for n in store.numbers() if label(n) in running} | {
-        n for n in (state.active, state.previous) if n is not None
-    }
+    in_use = {n for n in store.numbers() if label(n) in running} | state.needed()
     gone = store.prune(config.keep_versions, in_use)
     if gone:
         logger.info("deleted versions %s", [label(n) for n in gone])
 
 
-def assert_released(release: Release, number: int) -> None:
-    """Releases the learner's active version if that did not happen: Redis failed in between, or came back empty."""
-    if release.state().active != number:
-        release.promote(number, release.hold(LEASE_SECONDS), "the release state did not name the trainer's version")
+def follow_fleet(config: TrainerConfig, actors: cluster.Actors, release: Release) -> None:
+    """A candidate has to beat what the fleet runs, whoever chose that. Proposes again what Redis lost."""
+    state, known = release.state(), VersionStore(config.versions).numbers()
+    if state.active is not None and state.active in known and state.active != actors.active:
+        actors.follow(state.active)
+    if known and known[-1] > state.known and known[-1] != state.active:
+        release.propose(known[-1], release.trainer_lease.hold(LEASE_SECONDS), "published, but not known to the fleet")
 
 
 def first_version(config: TrainerConfig, store: VersionStore, release: Release, fingerprint: str) -> None:
     """Takes the lease, and publishes `--drafter` as the first version if there is none."""
     try:
-        fence = release.hold(LEASE_SECONDS)
+        fence = release.trainer_lease.hold(LEASE_SECONDS)
     except Fenced as error:
         raise VersionError(f"{error}: another trainer of {config.served_name} is running") from None
     store.root.mkdir(parents=True, exist_ok=True)
@@ -160,7 +161,7 @@ def first_version(config: TrainerConfig, store: VersionStore, release: Release, 
     drafter = load_drafter(config.drafter)
     drafter.config.check_target(target_shape(config.model))
     manifest = store.publish(drafter, target_dtype(config.model), target=fingerprint, parent=None)
-    release.promote(manifest.number, fence, f"first version, from {config.drafter.name}")
+    release.propose(manifest.number, fence, f"first version, from {config.drafter.name}")
 
 
 def latest(store: VersionStore, release: Release) -> int:
@@ -191,7 +192,7 @@ def keep_lease(release: Release, stop: threading.Event) -> None:
     """Renews the lease until the trainer ends, and gives it back then."""
     while not stop.wait(LEASE_SECONDS / 3):
         try:
-            release.hold(LEASE_SECONDS)
+            release.trainer_lease.hold(LEASE_SECONDS)
         except RedisError as error:
             logger.warning("lease not renewed: %s", error)
         except Fenced as error:
@@ -199,6 +200,6 @@ def keep_lease(release: Release, stop: threading.Event) -> None:
             stop.set()
             return
     try:
-        release.let_go()
+        release.trainer_lease.let_go()
     except RedisError as error:
         logger.warning("lease not given back, it expires by itself: %s", error)

@@ -19,8 +19,8 @@ ROUND_SECONDS = Gauge("adaflash_trainer_round_seconds", "Training time of the la
 LOSS = Gauge("adaflash_trainer_loss", "Mean of the last round.", ["term"])
 REPLAY_TAU = Gauge("adaflash_trainer_replay_tau", "Replayed acceptance length on the held-out slice.", ["drafter"])
 WAITING = Gauge("adaflash_trainer_waiting_rollouts", "Entries of the stream not read yet, -1 if unknown.")
-RELEASED = Gauge("adaflash_released_version", "Number of the last version this trainer released, -1 before.")
-RELEASED.set(-1)
+PROPOSED = Gauge("adaflash_proposed_version", "Number of the last version this trainer proposed, -1 before.")
+PROPOSED.set(-1)
 _TTL_SECONDS = 600
 _TERMS = ("loss", "cross_entropy", "divergence", "clipped_share", "agreement")
 
@@ -35,7 +35,7 @@ def collected(r: Round) -> None:
 
 def trained(means: dict[str, float], verdict: Verdict) -> None:
     """Publishes a round's numbers."""
-    ROUNDS.labels("promoted" if verdict.promote else "rejected").inc()
+    ROUNDS.labels("proposed" if verdict.promote else "rejected").inc()
     ROUND_SECONDS.set(means["seconds"])
     for term in _TERMS:
         if term in means:

@@ -8,19 +8,25 @@ import hashlib
 import hmac
 import json
 import re
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import httpx
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 
 from adaflash.keys import Keys
 from adaflash.registry import Registry
+from adaflash.release import Release
+from serving.gateway import admin
 from serving.gateway.config import GatewayConfig
+from serving.gateway.controller import Controller
 from serving.gateway.errors import ApiError, reshape
 from serving.gateway.workers import Workers
 
@@ -40,9 +46,10 @@ STORE_HEADER = "x-adaflash-store"
 _DOMAIN = re.compile(r"[a-z0-9_-]{1,32}")
 
 
-def build(config: GatewayConfig, registry: Registry) -> FastAPI:
-    """The application; `registry` supplies the workers."""
-    workers = Workers(registry)
+def build(config: GatewayConfig, registry: Registry, release: Release) -> FastAPI:
+    """The application; `registry` supplies the workers. The release controller runs as long as it."""
+    controller = Controller(release, registry, config.release)
+    workers = Workers(registry, controller.trial)
     timeout = httpx.Timeout(config.first_byte_seconds, connect=config.connect_seconds)
 
     @contextlib.asynccontextmanager
@@ -50,10 +57,15 @@ def build(config: GatewayConfig, registry: Registry) -> FastAPI:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as app.state.http:
             follower = asyncio.create_task(workers.follow())
+            stop = threading.Event()
+            thread = controller.start(stop)
             yield
             follower.cancel()
+            stop.set()
+            await asyncio.to_thread(thread.join, 5)
 
     app = FastAPI(title="AdaFlash gateway", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(admin.router(config, release, registry))
 
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> JSONResponse:
@@ -64,6 +76,12 @@ def build(config: GatewayConfig, registry: Registry) -> FastAPI:
         return ApiError(
             error.status_code, "not_found" if error.status_code == 404 else "http_error", str(error.detail)
         ).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def bad_request(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return ApiError(422, "invalid_request", f"{where}: {first['msg']}").response()
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -231,5 +249,8 @@ def run(config: GatewayConfig) -> None:
     from serving.ports import require_free
 
     require_free(config.host, config.port, "--port")
-    registry = Registry(require(config.redis_url), Keys(config.name))
-    uvicorn.run(build(config, registry), host=config.host, port=config.port, log_level="warning", access_log=False)
+    redis, keys = require(config.redis_url), Keys(config.name)
+    registry, release = Registry(redis, keys), Release(redis, keys, f"gateway-{socket.gethostname()}-{config.port}")
+    uvicorn.run(
+        build(config, registry, release), host=config.host, port=config.port, log_level="warning", access_log=False
+    )

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import Gauge
 from redis.exceptions import RedisError
@@ -25,10 +26,10 @@ WORKERS = Gauge("adaflash_gateway_workers", "Workers the gateway may route to.")
 
 
 class Workers:
-    """Least-outstanding choice over the routable workers."""
+    """Least-outstanding choice over the routable workers. `trial`: see `Controller.trial`."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, registry: Registry, trial: Callable[[], tuple[frozenset[str], float]]) -> None:
+        self._registry, self._trial = registry, trial
         self._known: dict[str, WorkerEntry] = {}
         self._outstanding: Counter[str] = Counter()
         self._outage = -TTL_SECONDS
@@ -53,8 +54,16 @@ class Workers:
         WORKERS.set(len(self._known))
 
     def choose(self, tried: set[str]) -> str | None:
-        """The URL with the fewest requests in flight that is not in `tried`; None if there is none."""
+        """The URL with the fewest requests in flight that is not in `tried`; None if there is none.
+
+        Workers that try a candidate get their share of the requests and no more.
+        """
+        on_trial, share = self._trial()
         urls = [u for u in self._known if u not in tried]
+        trying = [u for u in urls if self._known[u].id in on_trial]
+        if trying and len(trying) < len(urls):
+            chosen = random.random() < min(share, len(trying) / len(urls))
+            urls = trying if chosen else [u for u in urls if u not in trying]
         return min(urls, key=lambda u: (self._outstanding[u], u)) if urls else None
 
     @contextlib.contextmanager

@@ -131,6 +131,8 @@ class StepOnDevice:
         confidence = adaptive.confidence if adaptive is not None and verify else None
         tensors = (result.accept_lens, getattr(result, "cap_lens", None), confidence)
         self.tensors = tuple(t.clone() if t is not None else None for t in tensors)
+        self.drafted = verify and (adaptive is None or adaptive.drafting)
+        self.seconds = seconds
         self.facts: StepFacts | None = None
         if capture.steps is not None and verify:
             self.facts = StepFacts(adaptive.drafting, adaptive.decision, seconds)
@@ -138,7 +140,7 @@ class StepOnDevice:
     def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> StepOnHost:
         """Starts the copies; SGLang synchronises before `consume`."""
         accepted, caps, confidence = (copy_tensor(t) if t is not None else None for t in self.tensors)
-        return StepOnHost(self.capture, accepted, caps, confidence, self.facts)
+        return StepOnHost(self.capture, accepted, caps, confidence, self.facts, self.drafted, self.seconds)
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,8 @@ class StepOnHost:
     caps: Tensor | None
     confidence: Tensor | None = None
     facts: StepFacts | None = None
+    drafted: bool = False
+    seconds: float | None = None
 
     def consume(self, batch: Any, commits: Any) -> None:
         """Called by SGLang right before the step's tokens are streamed."""
@@ -157,8 +161,10 @@ class StepOnHost:
             accepted = self.accepted.tolist() if self.accepted is not None else None
             caps = self.caps.tolist() if self.caps is not None else None
             self.capture.consume(batch, commits, accepted, caps)
+            emitted = [len(c.token_ids) for c in commits if c is not None] if accepted is not None else []
+            if self.drafted:
+                self.capture._telemetry.stepped(emitted, self.seconds)
             if self.facts is not None and accepted is not None and self.capture.steps is not None:
-                emitted = [len(c.token_ids) for c in commits if c is not None]
                 self.capture.steps.observe(accepted, caps, self.confidence, self.facts, len(emitted), sum(emitted))
         except Exception:
             logger.exception("rollout capture failed on a step")

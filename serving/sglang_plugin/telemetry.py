@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge
 
+from adaflash.live import load_class
 from serving.sglang_plugin.settings import VerifySettings
 
 if TYPE_CHECKING:
     from serving.sglang_plugin.capture import Finished
 
+DECODE = "adaflash_decode_"  # counters of every step, which the release controller compares
 DOMAINS_KEPT = 32  # further domain names are counted as "other"
 
 
@@ -26,6 +28,13 @@ class Telemetry:
         self.verified_rows = Counter("adaflash_verified_rows_total", "Block rows the target verified, anchor included.")
         self.slot_accepted = Counter("adaflash_slot_accepted_total", "Verify steps that accepted this slot.", ["slot"])
         self.slot_verified = Counter("adaflash_slot_verified_total", "Verify steps that verified this slot.", ["slot"])
+        self.decode_tokens = Counter(f"{DECODE}tokens_total", "Tokens emitted by speculative steps.")
+        self.decode_squares = Counter(f"{DECODE}squared_tokens_total", "Sum of their squares, per request and step.")
+        self.decode_steps = Counter(f"{DECODE}request_steps_total", "Speculative steps, one per request.")
+        self.decode_laps = Counter(
+            f"{DECODE}laps_total", "Speculative steps of the engine by the number of requests, up to.", ["load"]
+        )
+        self.decode_seconds = Counter(f"{DECODE}seconds_total", "Seconds that those took.", ["load"])
         self.wasted_rows = Counter("adaflash_wasted_rows_total", "Verified rows that emitted no token.")
         self.rollouts = Counter(
             "adaflash_rollouts_total", "Finished requests by what became of their rollout.", ["result"]
@@ -63,6 +72,16 @@ class Telemetry:
             self.slot_accepted.labels(str(slot)).inc(sum(a > slot for a in f.accepted))
         for slot in range(1, max(f.verified, default=1)):
             self.slot_verified.labels(str(slot)).inc(sum(v > slot for v in f.verified))
+
+    def stepped(self, emitted: list[int], seconds: float | None) -> None:
+        """Counts one speculative step: tokens per request. `seconds`: of the step before, if its batch was alike."""
+        self.decode_tokens.inc(sum(emitted))
+        self.decode_squares.inc(sum(n * n for n in emitted))
+        self.decode_steps.inc(len(emitted))
+        if seconds is not None and emitted:
+            load = load_class(len(emitted))
+            self.decode_laps.labels(load).inc()
+            self.decode_seconds.labels(load).inc(seconds)
 
     def rollout(self, result: str, count: int = 1) -> None:
         """Counts what became of rollouts."""

@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,27 @@ from redis.exceptions import RedisError
 
 from adaflash.connect import require
 from adaflash.errors import UserError
+from adaflash.fleet import Refusal
 from adaflash.keys import Keys
+from adaflash.live import Counters
 from adaflash.registry import Registry, State, WorkerEntry
-from adaflash.release import Release
+from adaflash.release import ForeignState, Release
 from adaflash.versions import VersionStore, label, target_fingerprint
 from serving.ops import serve_ops
 from serving.ports import require_free
 from serving.worker import launch, proof
 from serving.worker.client import Engine, EngineError
 from serving.worker.config import WorkerConfig
+from serving.worker.counting import counters
 from serving.worker.swap import EngineBroken, SwapError, Swapper, stage
+from serving.worker.turn import SwapLock
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 2.0
 FAILED_SECONDS = 5.0  # for an engine that cannot finish anything any more
 RETRY_SECONDS = 30.0  # before a version that failed to stage or swap is tried again
+TURN_SECONDS = 0.2  # between two looks whether another worker still stands still
 
 SWAPS = Counter("adaflash_swaps_total", "Drafter swaps by result.", ["result"])
 SWAP_PAUSE = Histogram(
@@ -60,7 +66,11 @@ class Agent:
         self.state: State = "starting"
         self.reason = ""
         self.version, self.checksum = "", ""
-        self._failed: dict[int, float] = {}
+        self._failed: dict[tuple[int, int], float] = {}  # version and the controller's attempt
+        self.refused: Refusal | None = None
+        self.started = self.epoch = uuid.uuid4().hex[:12]
+        self.counters = Counters()
+        self._counted_from, self._count_afresh = Counters(), False
         self._schedulers: set[int] = set()
 
     def run(self) -> None:
@@ -74,6 +84,7 @@ class Agent:
         require_free(c.host, c.ops_port, "--ops-port")
         redis = require(c.redis_url)
         self.registry, self.release = Registry(redis, self.keys), Release(redis, self.keys, c.worker_id)
+        self.turn = SwapLock(redis, self.keys.swap_lock, c.worker_id)
         self.store = VersionStore(c.versions)
         self.target = target_fingerprint(c.model)
         launch.target_shape(c.model)
@@ -109,16 +120,18 @@ class Agent:
         VERSION.set(-1)
         if c.route == "none":
             return None
-        active = self.release.state().active
-        if active is not None:
+        state = self.release.state()
+        wanted = state.wanted(c.worker_id)
+        if wanted is not None:
             try:
-                directory, manifest = stage(self.store, active, self.stage_dir, self.target, None)
+                directory, manifest = stage(self.store, wanted, self.stage_dir, self.target, None)
                 config = launch.check_drafter(c.model, directory)
             except (UserError, OSError) as error:
                 logger.error("the released version cannot be served: %s", error)
+                self._refuse(wanted, state.attempt, str(error))
             else:
                 self.version = manifest.label
-                VERSION.set(active)
+                VERSION.set(wanted)
                 return launch.Drafter(directory, config, self.version)
         if c.drafter is not None:
             self.version = "initial"
@@ -155,31 +168,49 @@ class Agent:
                 continue
             if self.drafter is None:
                 self._failed[wanted] = time.monotonic()
-                logger.warning("%s is released, but this worker started without drafter: restart it", label(wanted))
+                logger.warning("%s is released, but this worker started without drafter: restart it", label(wanted[0]))
             else:
-                self._swap(swapper, wanted)
+                self._swap(swapper, *wanted)
 
-    def _wanted(self) -> int | None:
-        """The released version, if it should be loaded now."""
+    def _wanted(self) -> tuple[int, int] | None:
+        """The version that this worker should load now, and at which attempt; None if it need not do anything."""
         try:
-            active = self.release.state().active
-        except RedisError:
+            state = self.release.state()
+        except (RedisError, ForeignState):
             return None  # without Redis the running version simply stays
-        if active is None or label(active) == self.version:
+        number = state.wanted(self.config.worker_id)
+        if number is None or label(number) == self.version:
             return None
-        return active if time.monotonic() - self._failed.get(active, -RETRY_SECONDS) >= RETRY_SECONDS else None
+        wanted = number, state.attempt
+        return wanted if time.monotonic() - self._failed.get(wanted, -RETRY_SECONDS) >= RETRY_SECONDS else None
 
-    def _swap(self, swapper: Swapper, number: int) -> None:
+    def _my_turn(self, wanted: tuple[int, int]) -> bool:
+        """Waits until no other worker stands still; False if something else is wanted by then, or Redis is away."""
+        while not self.stop.is_set() and self._wanted() == wanted:
+            try:
+                if self.turn.take():
+                    return True
+            except RedisError as error:
+                logger.warning("no swap without Redis: %s", error)
+                return False
+            self.stop.wait(TURN_SECONDS)
+        return False
+
+    def _swap(self, swapper: Swapper, number: int, attempt: int) -> None:
+        """Stages and proves the version while requests run; then, alone in the fleet, pauses and loads it."""
         assert self.drafter is not None
         before = self.version
-        self._become("swapping")
         try:
             directory, manifest = stage(self.store, number, self.stage_dir, self.target, self.drafter.config)
+            if not self._my_turn((number, attempt)):
+                return
+            self._become("swapping")
             done = swapper.swap(directory, manifest.label)
         except (UserError, SwapError, OSError) as error:
-            self._failed[number] = time.monotonic()
+            self._failed[number, attempt] = time.monotonic()
             SWAPS.labels("refused").inc()
             logger.error("swap to %s refused, %s stays: %s", label(number), before, error)
+            self._refuse(number, attempt, str(error))
             self._become("ready", f"swap to {label(number)} refused: {error}")
             self._record("swap_refused", to=number, reason=str(error))
         except EngineBroken as error:
@@ -188,7 +219,8 @@ class Agent:
             self._record("swap_broken", to=number, reason=str(error))
             raise WorkerFailed(str(error)) from error
         else:
-            self.version, self.checksum = done.label, done.checksum
+            self.version, self.checksum, self.refused = done.label, done.checksum, None
+            self._count(afresh=True)
             VERSION.set(number)
             SWAPS.labels("done").inc()
             SWAP_PAUSE.observe(done.pause_seconds)
@@ -196,6 +228,29 @@ class Agent:
             logger.info("swapped %s -> %s, paused %.0f ms", before, self.version, done.pause_seconds * 1e3)
             self._record("swapped", to=number, before=before, pause_seconds=done.pause_seconds, checksum=done.checksum)
             self._forget_stages(keep=number)
+        finally:
+            self._give_up_turn()
+
+    def _give_up_turn(self) -> None:
+        try:
+            self.turn.give_back()
+        except RedisError as error:
+            logger.warning("swap lock not given back, it expires by itself: %s", error)
+
+    def _refuse(self, number: int, attempt: int, why: str) -> None:
+        self.refused = Refusal(version=number, attempt=attempt, why=why[:200])
+
+    def _count(self, afresh: bool = False) -> None:
+        """Reads the engine's counters; `afresh`: a new version has just begun to run."""
+        self._count_afresh = self._count_afresh or afresh
+        try:
+            total = counters(self.engine.metrics())
+        except EngineError as error:
+            logger.warning("the engine's counters could not be read: %s", error)
+            return
+        if self._count_afresh:
+            self._counted_from, self.epoch, self._count_afresh = total, uuid.uuid4().hex[:12], False
+        self.counters = total - self._counted_from
 
     def _forget_stages(self, keep: int) -> None:
         import shutil
@@ -210,7 +265,13 @@ class Agent:
 
     def _heartbeat(self) -> None:
         while True:
+            if self.state == "ready":
+                self._count()
             self._announce()
+            try:
+                self.turn.renew()
+            except RedisError as error:
+                logger.warning("swap lock not renewed: %s", error)
             time.sleep(HEARTBEAT_SECONDS)
 
     def _announce(self) -> None:
@@ -224,6 +285,11 @@ class Agent:
             version=self.version,
             checksum=self.checksum,
             reason=self.reason,
+            capable=self.drafter is not None,
+            started=self.started,
+            epoch=self.epoch,
+            refused=self.refused,
+            counters=self.counters,
         )
         try:
             self.registry.announce(entry)

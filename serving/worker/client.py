@@ -72,6 +72,16 @@ class Engine:
             raise EngineError("/server_info shows no step records")
         return list(records)
 
+    def metrics(self) -> str:
+        """The engine's metrics in Prometheus' text format."""
+        try:
+            answer = self._http.get("/metrics")
+        except httpx.HTTPError as error:
+            raise EngineError(f"/metrics: {type(error).__name__}") from error
+        if answer.status_code != 200:
+            raise EngineError(f"/metrics: HTTP {answer.status_code}")
+        return answer.text
+
     def pause(self) -> None:
         """Stops scheduling; running requests keep their state."""
         self._post("/pause_generation", {"mode": "in_place"})

@@ -14,6 +14,7 @@ import uvicorn
 from adaflash.connect import connect
 from adaflash.keys import Keys
 from adaflash.registry import Registry
+from adaflash.release import Release
 from serving.gateway.app import build
 from serving.gateway.config import GatewayConfig
 from serving.ports import free_port
@@ -59,8 +60,10 @@ def answer(status: str, body: bytes, kind: str = "application/json") -> bytes:
 def gateway(redis_server):
     """A real gateway; `worker(*stubs)` registers workers and waits until they are known."""
     config = GatewayConfig(name="m", port=free_port(), api_keys=["k1", "k2"], max_body_bytes=1 << 16, connect_seconds=1)
-    registry = Registry(connect(redis_server.url), Keys("m"))
-    server = uvicorn.Server(uvicorn.Config(build(config, registry), port=config.port, log_level="error"))
+    redis, keys = connect(redis_server.url), Keys("m")
+    registry = Registry(redis, keys)
+    app = build(config, registry, Release(redis, keys, "gateway"))
+    server = uvicorn.Server(uvicorn.Config(app, port=config.port, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     client = httpx.Client(base_url=f"http://127.0.0.1:{config.port}", headers=KEY, timeout=20)

@@ -15,15 +15,15 @@ from adaflash.keys import Keys
 from adaflash.registry import Registry
 from adaflash.release import Release
 from tests.contract.test_release_and_registry import entry
+from tests.release import activate
 
 KEYS = Keys("m")
 
 
 @pytest.fixture
 def release(redis_server):
-    r = Release(redis_server.client(), KEYS, "me")
-    r.promote(3, r.hold(30), "first")
-    return r
+    activate(redis_server.client(), KEYS, 3)
+    return Release(redis_server.client(), KEYS, "me")
 
 
 def run(*arguments, code=0):
@@ -53,7 +53,7 @@ def test_events_tell_who_did_what_and_why_and_only_the_last_ones(redis_server, r
     release.record("swapped", to=3, before="v2", pause_seconds=0.25)
     arguments = ("events", "--name", "m", "--redis-url", redis_server.url)
     first, second = run(*arguments).splitlines()
-    assert "promoted v3  by me  first" in first
+    assert "promoted v3  by test  test" in first
     assert "swapped v3  by me  before=v2 pause_seconds=0.250" in second
     assert run(*arguments, "--last", "1").splitlines() == [second]
     assert run(*arguments, "--last", "0") == ""

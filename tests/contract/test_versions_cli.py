@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from adaflash.cli import app
 from adaflash.keys import Keys
 from adaflash.registry import Registry
-from adaflash.release import Release
 from adaflash.versions import VersionStore
 from tests.contract.test_release_and_registry import entry
+from tests.release import activate
 from tests.unit.test_drafter import make
 
 
@@ -32,10 +32,8 @@ def store(tmp_path):
 @pytest.fixture
 def released(redis_server):
     """v4 is active, v1 was before, a worker still runs v0."""
-    r = Release(redis_server.client(), Keys("m"), "test")
-    fence = r.hold(10)
-    r.promote(1, fence, "first")
-    r.promote(4, fence, "better")
+    for number in (1, 4):
+        activate(redis_server.client(), Keys("m"), number)
     Registry(redis_server.client(), Keys("m")).announce(entry("w", version="v0"))
     return redis_server
 

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from adaflash.checkpoint import load_drafter
 from adaflash.keys import Keys
 from adaflash.registry import Registry, WorkerEntry
-from adaflash.release import Release
 from adaflash.versions import VersionStore, target_fingerprint
 from tests import tiny
 from tests.conftest import RedisServer
 from tests.e2e.servers import Process, Worker
+from tests.release import activate
 
 NAME = "tiny"
 
@@ -41,9 +41,7 @@ class Fleet:
         return self.store.publish(loaded, torch.float32, target=self.fingerprint, parent=None).number
 
     def promote(self, number: int) -> None:
-        release = Release(self.redis.client(), Keys(self.worker.name), "test")
-        release.promote(number, release.hold(5), "test")
-        release.let_go()
+        activate(self.redis.client(), Keys(self.worker.name), number)
 
     def entry(self) -> WorkerEntry:
         (found,) = [e for e in Registry(self.redis.client(), Keys(self.worker.name)).live() if e.url == self.worker.url]

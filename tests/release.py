@@ -1,0 +1,18 @@
+"""Shortcuts for tests that need a release state without waiting for a controller."""
+
+from __future__ import annotations
+
+from redis import Redis
+
+from adaflash.keys import Keys
+from adaflash.release import Release
+
+
+def activate(client: Redis, keys: Keys, number: int) -> None:
+    """Makes `number` the version that every worker should run, as the controller does when it promotes."""
+    release = Release(client, keys, "test")
+    state = release.state()
+    after = state.but(active=number, previous=state.active, attempt=state.attempt + 1, known=max(state.known, number))
+    fence = release.controller_lease.hold(5)
+    assert release.commit(state, after, [{"what": "promoted", "to": number, "why": "test"}], fence)
+    release.controller_lease.let_go()
