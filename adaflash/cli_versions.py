@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +10,7 @@ from adaflash.errors import UserError
 
 app = typer.Typer(help="List, show, compare, check and delete drafter versions.", no_args_is_help=True)
 
-Store = Annotated[Path, typer.Option("--versions", help="Version store: what the trainer's --versions says.")]
+Store = Annotated[str, typer.Option("--versions", help="Version store: what the trainer's --versions says.")]
 Name = Annotated[str | None, typer.Option(help="Served model name: marks what is released and what workers run.")]
 RedisUrl = Annotated[str | None, typer.Option(help="Redis. Default: $REDIS_URL or the local one.")]
 Version = Annotated[str, typer.Argument(help="Version, as 12 or v12.")]
@@ -25,15 +24,16 @@ def list_versions(versions: Store, name: Name = None, redis_url: RedisUrl = None
     from rich.console import Console
     from rich.table import Table
 
-    from adaflash.versions import VersionError, VersionStore, label
+    from adaflash.store import open_store
+    from adaflash.versions import VersionError, label
 
-    store = VersionStore(versions)
+    store = open_store(versions)
     use = _uses(name, redis_url)
     table = Table()
     for column in ("version", "age", "parent", "tau at the gate", "MiB", "use"):
         table.add_column(column)
     for number in store.numbers():
-        size = sum(f.stat().st_size for f in store.path(number).iterdir()) / 2**20
+        size = store.size(number) / 2**20
         try:
             m = store.manifest(number)
         except VersionError as error:
@@ -50,9 +50,9 @@ def list_versions(versions: Store, name: Name = None, redis_url: RedisUrl = None
 @app.command()
 def show(version: Version, versions: Store) -> None:
     """Print a version's manifest: lineage, training, gate report, hashes."""
-    from adaflash.versions import VersionStore
+    from adaflash.store import open_store
 
-    print(VersionStore(versions).manifest(version_number(version)).model_dump_json(indent=1))
+    print(open_store(versions).manifest(version_number(version)).model_dump_json(indent=1))
 
 
 @app.command()
@@ -62,18 +62,19 @@ def diff(old: Version, new: Version, versions: Store) -> None:
     from rich.table import Table
 
     from adaflash.checkpoint import read_drafter_config, read_weights
-    from adaflash.versions import VersionStore, label
+    from adaflash.store import open_store
+    from adaflash.versions import label
 
-    store = VersionStore(versions)
+    store = open_store(versions)
     a, b = version_number(old), version_number(new)
     before, after = store.manifest(a), store.manifest(b)
     for n, m in ((a, before), (b, after)):
         print(f"{label(n)}: parent {m.parent}, gate: {m.gate.get('why', 'none')}")
-    settings = [read_drafter_config(store.path(n)).model_dump() for n in (a, b)]
+    settings = [read_drafter_config(store.local(n)).model_dump() for n in (a, b)]
     for key, value in settings[0].items():
         if settings[1][key] != value:
             print(f"config {key}: {value} -> {settings[1][key]}")
-    left, right = (read_weights(store.path(n)) for n in (a, b))
+    left, right = (read_weights(store.local(n)) for n in (a, b))
     table = Table("tensor", "relative change")
     for name in sorted(left.keys() | right.keys()):
         if name not in left or name not in right or left[name].shape != right[name].shape:
@@ -90,16 +91,17 @@ def verify_versions(
     version: Annotated[str | None, typer.Argument(help="Version, as 12 or v12. Default: all.")] = None,
 ) -> None:
     """Check hashes, tensor names, shapes and finite values; exit code 1 if a version must not be served."""
-    from adaflash.versions import VersionError, VersionStore, label, verify
+    from adaflash.store import open_store
+    from adaflash.versions import VersionError, label, verify
 
-    store = VersionStore(versions)
+    store = open_store(versions)
     numbers = [version_number(version)] if version else store.numbers()
     if not numbers:
-        raise UserError(f"no version in {store.root}")
+        raise UserError(f"no version in {store.where}")
     bad = 0
     for number in numbers:
         try:
-            verify(store.path(number))
+            verify(store.local(number))
             print(f"{label(number)}: sound")
         except VersionError as error:
             bad += 1
@@ -117,9 +119,10 @@ def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it only say what would go.")] = False,
 ) -> None:
     """Delete old versions that nobody runs and nobody may return to."""
-    from adaflash.versions import VersionStore, label
+    from adaflash.store import open_store
+    from adaflash.versions import label
 
-    store = VersionStore(versions)
+    store = open_store(versions)
     in_use = set(_uses(name, redis_url))
     gone = [n for n in store.numbers()[:-keep] if n not in in_use]
     if yes:

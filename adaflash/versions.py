@@ -1,7 +1,7 @@
 """Contract 2, the drafter version: an immutable directory `v<number>/` that the trainer publishes and workers stage.
 
-Written under a temporary name, fsynced, then renamed; a version is never changed afterwards. The manifest carries the
-sha256 of every file, so a reader can prove what it has.
+Where versions are kept is `adaflash.store`'s business; a version is never changed. The manifest carries the sha256 of
+every file, so a reader can prove what it has.
 """
 
 from __future__ import annotations
@@ -10,14 +10,10 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from adaflash.checkpoint import (
     CONFIG,
@@ -26,9 +22,7 @@ from adaflash.checkpoint import (
     check_weights,
     read_drafter_config,
     read_weights,
-    save_drafter,
 )
-from adaflash.drafter import Drafter
 from adaflash.drafter_config import DrafterConfig, DrafterConfigError
 from adaflash.errors import UserError, one_line
 
@@ -52,6 +46,15 @@ class Manifest(BaseModel):
     training: dict[str, Any] = Field(default_factory=dict, description="loss, tokens, rounds: for people")
     gate: dict[str, Any] = Field(default_factory=dict, description="why it was allowed out")
 
+    @field_validator("files")
+    @classmethod
+    def _plain_names(cls, files: dict[str, str]) -> dict[str, str]:
+        """A manifest comes from outside: it must not name files elsewhere."""
+        for name in files:
+            if name != Path(name).name or name in ("", ".", "..", MANIFEST):
+                raise ValueError(f"{name!r} is not the name of a file of the version")
+        return files
+
     @property
     def label(self) -> str:
         """`v<number>`: the directory's name and the engine's weight version."""
@@ -69,87 +72,6 @@ def parse_label(text: str) -> int:
     if not match:
         raise VersionError(f"{text!r} is not a version label such as v12")
     return int(match[1])
-
-
-class VersionStore:
-    """The directory that holds a model's versions: a local path or a volume that trainer and workers share."""
-
-    def __init__(self, root: str | Path) -> None:
-        text = str(root).removeprefix("file://")
-        if "://" in text:
-            raise VersionError(f"version store {root}: only local paths and shared volumes are supported")
-        self.root = Path(text).expanduser().absolute()
-
-    def path(self, number: int) -> Path:
-        """The directory of version `number`, whether it exists or not."""
-        return self.root / label(number)
-
-    def numbers(self) -> list[int]:
-        """All published versions, oldest first."""
-        if not self.root.is_dir():
-            return []
-        return sorted(parse_label(p.name) for p in self.root.iterdir() if re.fullmatch(r"v\d+", p.name))
-
-    def publish(
-        self,
-        drafter: Drafter,
-        dtype: torch.dtype,
-        *,
-        target: str,
-        parent: int | None,
-        training: dict[str, Any] | None = None,
-        gate: dict[str, Any] | None = None,
-        number: int | None = None,
-    ) -> Manifest:
-        """Writes the next version (or `number`) and returns its manifest.
-
-        Raises VersionError if it exists, CheckpointError naming the tensor if one is not finite.
-        """
-        check_weights(drafter.config, drafter.state_dict())
-        self.root.mkdir(parents=True, exist_ok=True)
-        chosen = number if number is not None else (self.numbers() or [-1])[-1] + 1
-        scratch = Path(tempfile.mkdtemp(dir=self.root, prefix=".writing-"))
-        try:
-            save_drafter(drafter, scratch, dtype)
-            manifest = Manifest(
-                number=chosen,
-                parent=parent,
-                created_at=time.time(),
-                target=target,
-                files={n: sha256(scratch / n) for n in (CONFIG, WEIGHTS)},
-                training=training or {},
-                gate=gate or {},
-            )
-            (scratch / MANIFEST).write_text(manifest.model_dump_json(indent=1))
-            for file in scratch.iterdir():
-                file.chmod(0o644)  # workers may run as another user
-                fsync_path(file)
-            scratch.chmod(0o755)
-            fsync_path(scratch)
-            if self.path(chosen).exists():
-                raise VersionError(f"{label(chosen)} already exists in {self.root}; versions are never overwritten")
-            scratch.rename(self.path(chosen))
-            fsync_path(self.root)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-        return manifest
-
-    def manifest(self, number: int) -> Manifest:
-        """The manifest of a version."""
-        return read_manifest(self.path(number))
-
-    def prune(self, keep: int, in_use: set[int]) -> list[int]:
-        """Deletes all but the newest `keep` versions and those in use; returns what it deleted."""
-        gone = [n for n in self.numbers()[:-keep] if n not in in_use]
-        for number in gone:
-            shutil.rmtree(self.path(number), ignore_errors=True)
-        return gone
-
-    def discard_unfinished(self) -> None:
-        """Removes what a writer that died left under temporary names; call only while no one publishes."""
-        for leftover in self.root.glob(".writing-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def read_manifest(directory: Path) -> Manifest:

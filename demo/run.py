@@ -23,8 +23,9 @@ from adaflash.checkpoint import load_drafter
 from adaflash.connect import connect, require
 from adaflash.keys import Keys
 from adaflash.release import Release
+from adaflash.store import VersionStore
 from adaflash.target import Target
-from adaflash.versions import VersionStore, label, target_fingerprint
+from adaflash.versions import label, target_fingerprint
 from demo import report, view
 from demo.model import cache_dir, ensure_model
 from demo.monitor import Monitor, tau

@@ -51,7 +51,10 @@ class TrainerConfig(ProcessConfig):
 
     model: str = Field(description="target: a local HF directory or a hub id")
     name: str = Field("", description="served model name and Redis namespace; default: the model's last path part")
-    versions: Path = Field(Path("drafters"), description="drafter version store, shared with the workers")
+    versions: str = Field(
+        "drafters",
+        description="drafter version store, shared with the workers: a folder or an fsspec URL such as s3://bucket/drafters",
+    )
     drafter: Path | None = Field(None, description="drafter to start from when nothing is released; published as v0")
     state: Path = Field(Path("trainer-state"), description="the trainer's own durable state")
     redis_url: str = Field(default_factory=url_from_environment)

@@ -19,8 +19,9 @@ from adaflash.distill import Distiller, StepReport, mean_report
 from adaflash.drafter import Drafter
 from adaflash.errors import UserError
 from adaflash.rollouts import Rollout, unpack
+from adaflash.store import open_store
 from adaflash.target import Target
-from adaflash.versions import VersionStore, fsync_path, verify
+from adaflash.versions import fsync_path, verify
 from trainer.buffer import Buffer, FeatureCache
 from trainer.config import TrainerConfig
 from trainer.gate import Verdict, judge
@@ -46,7 +47,7 @@ class Learner:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.config, self.fingerprint = config, fingerprint
-        self.store = VersionStore(config.versions)
+        self.store = open_store(config.versions)
         self.active_number = active
         self.active = self._load_active(active)
         self.dtype = target_dtype(config.model)
@@ -65,8 +66,9 @@ class Learner:
     def _load_active(self, active: int | None) -> Drafter:
         if active is None:
             raise StateError("no drafter version to start from")
-        verify(self.store.path(active), target=self.fingerprint)
-        return load_drafter(self.store.path(active))
+        directory = self.store.local(active)
+        verify(directory, target=self.fingerprint)
+        return load_drafter(directory)
 
     def progress(self) -> tuple[int, int, list[str]]:
         """Rounds and optimiser steps behind the current weights, and the stream entries of the last durable round."""

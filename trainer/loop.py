@@ -20,8 +20,9 @@ from adaflash.errors import UserError
 from adaflash.keys import Keys
 from adaflash.registry import Registry
 from adaflash.release import Fenced, Release
+from adaflash.store import VersionStore, open_store
 from adaflash.target import target_shape
-from adaflash.versions import VersionError, VersionStore, label, target_fingerprint
+from adaflash.versions import VersionError, label, target_fingerprint
 from serving.ops import serve_ops
 from serving.ports import require_free
 from trainer import cluster, status
@@ -45,9 +46,10 @@ def run(config: TrainerConfig) -> None:
     stop = threading.Event()
     require_free(config.host, config.ops_port, "--ops-port")
     require(config.redis_url)
-    config = config.model_copy(update={k: getattr(config, k).absolute() for k in ("versions", "state")})
+    store = open_store(config.versions)
+    config = config.model_copy(update={"versions": store.where, "state": config.state.absolute()})
     lock = lock_state(config)
-    keys, store, fingerprint = Keys(config.served_name), VersionStore(config.versions), target_fingerprint(config.model)
+    keys, fingerprint = Keys(config.served_name), target_fingerprint(config.model)
     redis = connect(config.redis_url)
     release = Release(redis, keys, owner(config))
     read_state(config.state, fingerprint)  # a state that cannot be continued from ends here, in one line
@@ -75,8 +77,8 @@ def run(config: TrainerConfig) -> None:
                     logger.error("giving up on the last round: %d rollouts discarded", actors.discard())
                 one_round(config, actors, release, stop)
                 failures = 0
-            except RedisError as error:
-                logger.warning("Redis: %s; trying again", error)
+            except (RedisError, VersionError) as error:
+                logger.warning("%s: %s; trying again", type(error).__name__, error)
                 stop.wait(RETRY_SECONDS)
             except (cluster.ActorLost, cluster.RoundFailed) as error:
                 failures += 1
@@ -128,7 +130,7 @@ def prune(config: TrainerConfig, release: Release) -> None:
     """Deletes old versions that no worker runs and none may return to."""
     state = release.state()
     running = {e.version for e in Registry(release.redis, release.keys).live()}
-    store = VersionStore(config.versions)
+    store = open_store(config.versions)
     in_use = {n for n in store.numbers() if label(n) in running} | state.needed()
     gone = store.prune(config.keep_versions, in_use)
     if gone:
@@ -137,7 +139,7 @@ def prune(config: TrainerConfig, release: Release) -> None:
 
 def follow_fleet(config: TrainerConfig, actors: cluster.Actors, release: Release) -> None:
     """A candidate has to beat what the fleet runs, whoever chose that. Proposes again what Redis lost."""
-    state, known = release.state(), VersionStore(config.versions).numbers()
+    state, known = release.state(), open_store(config.versions).numbers()
     if state.active is not None and state.active in known and state.active != actors.active:
         actors.follow(state.active)
     if known and known[-1] > state.known and known[-1] != state.active:
@@ -150,13 +152,12 @@ def first_version(config: TrainerConfig, store: VersionStore, release: Release, 
         fence = release.trainer_lease.hold(LEASE_SECONDS)
     except Fenced as error:
         raise VersionError(f"{error}: another trainer of {config.served_name} is running") from None
-    store.root.mkdir(parents=True, exist_ok=True)
     store.discard_unfinished()
     if store.numbers():
         return
     if config.drafter is None:
         raise VersionError(
-            f"no drafter version in {store.root}: give --drafter (make one with 'adaflash drafter init')"
+            f"no drafter version in {store.where}: give --drafter (make one with 'adaflash drafter init')"
         )
     drafter = load_drafter(config.drafter)
     drafter.config.check_target(target_shape(config.model))
@@ -168,7 +169,7 @@ def latest(store: VersionStore, release: Release) -> int:
     """The released version if the store has it, else the newest."""
     active, known = release.state().active, store.numbers()
     if active is not None and active not in known:
-        logger.warning("%s is released but not in %s; continuing from %s", label(active), store.root, label(known[-1]))
+        logger.warning("%s is released but not in %s; continuing from %s", label(active), store.where, label(known[-1]))
     return active if active in known and active is not None else known[-1]
 
 

@@ -24,7 +24,8 @@ from adaflash.keys import Keys
 from adaflash.live import Counters
 from adaflash.registry import Registry, State, WorkerEntry
 from adaflash.release import ForeignState, Release
-from adaflash.versions import VersionStore, label, target_fingerprint
+from adaflash.store import open_store
+from adaflash.versions import label, target_fingerprint
 from serving.ops import serve_ops
 from serving.ports import require_free
 from serving.worker import launch, proof
@@ -85,7 +86,7 @@ class Agent:
         redis = require(c.redis_url)
         self.registry, self.release = Registry(redis, self.keys), Release(redis, self.keys, c.worker_id)
         self.turn = SwapLock(redis, self.keys.swap_lock, c.worker_id)
-        self.store = VersionStore(c.versions)
+        self.store = open_store(c.versions)
         self.target = target_fingerprint(c.model)
         launch.target_shape(c.model)
         signal.signal(signal.SIGTERM, lambda *_: self.stop.set())

@@ -22,7 +22,10 @@ class WorkerConfig(ProcessConfig):
 
     model: str = Field(description="target: a local HF directory or a hub id")
     name: str = Field("", description="served model name and Redis namespace; default: the model's last path part")
-    versions: Path = Field(Path("drafters"), description="drafter version store, shared with the trainer")
+    versions: str = Field(
+        "drafters",
+        description="drafter version store, shared with the trainer: a folder or an fsspec URL such as s3://bucket/drafters",
+    )
     drafter: Path | None = Field(None, description="drafter checkpoint to start with while nothing is released")
     route: Literal["dspark", "dflash", "none"] = Field(
         "dspark", description="SGLang's speculative algorithm; dflash is the safe mode, none serves without drafter"

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaflash.drafter_config import DrafterConfig
-from adaflash.versions import Manifest, VersionStore, label, verify
+from adaflash.store import VersionStore
+from adaflash.versions import Manifest, label, verify
 from serving.sglang_plugin import loader, receipts
 from serving.worker.client import Engine, EngineError
 
@@ -42,10 +43,9 @@ def stage(
     store: VersionStore, number: int, home: Path, target: str, like: DrafterConfig | None
 ) -> tuple[Path, Manifest]:
     """Copies a version to the worker's own folder and proves the copy; raises VersionError."""
-    source, copy = store.path(number), home / label(number)
-    verify(source, target=target, like=like)
+    copy = home / label(number)
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(source, copy)
+    store.copy(number, copy)
     return copy, verify(copy, target=target, like=like)
 
 

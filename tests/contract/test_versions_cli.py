@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from adaflash.cli import app
 from adaflash.keys import Keys
 from adaflash.registry import Registry
-from adaflash.versions import VersionStore
+from adaflash.store import VersionStore
 from tests.contract.test_release_and_registry import entry
 from tests.release import activate
 from tests.unit.test_drafter import make

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from adaflash.checkpoint import load_drafter
 from adaflash.keys import Keys
 from adaflash.registry import Registry, WorkerEntry
-from adaflash.versions import VersionStore, target_fingerprint
+from adaflash.store import VersionStore
+from adaflash.versions import target_fingerprint
 from tests import tiny
 from tests.conftest import RedisServer
 from tests.e2e.servers import Process, Worker

@@ -16,7 +16,8 @@ from adaflash.checkpoint import load_drafter, read_weights
 from adaflash.cost import CostTable
 from adaflash.keys import Keys
 from adaflash.rollouts import FIELD, unpack
-from adaflash.versions import VersionStore, target_fingerprint
+from adaflash.store import VersionStore
+from adaflash.versions import target_fingerprint
 from tests import reference, tiny
 from tests.conftest import RedisServer
 from tests.e2e import adaptive as checks

@@ -5,7 +5,8 @@ import torch
 
 from adaflash.checkpoint import load_drafter
 from adaflash.distill import DistillConfig, RestoreError
-from adaflash.versions import VersionStore, target_fingerprint
+from adaflash.store import VersionStore
+from adaflash.versions import target_fingerprint
 from tests import tiny
 from tests.unit.test_rollouts import record
 from trainer.config import RoundConfig, TrainerConfig

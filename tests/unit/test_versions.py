@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from adaflash.checkpoint import CheckpointError, load_drafter
 from adaflash.fit_heads import with_heads
-from adaflash.versions import Manifest, VersionError, VersionStore, parse_label, sha256, target_fingerprint, verify
+from adaflash.store import VersionStore
+from adaflash.versions import Manifest, VersionError, parse_label, sha256, target_fingerprint, verify
 from tests.unit.test_drafter import CONFIG, make
 
 
@@ -104,6 +105,14 @@ def test_a_renamed_version_is_refused(store):
         verify(store.path(5))
 
 
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(store):
+    m = json.loads((store.path(0) / "manifest.json").read_text())
+    m["files"]["../x"] = "0"
+    (store.path(0) / "manifest.json").write_text(json.dumps(m))
+    with pytest.raises(VersionError, match="not the name of a file of the version"):
+        verify(store.path(0))
+
+
 def test_labels_parse_and_nonsense_does_not():
     assert parse_label("v12") == 12
     for text in ("12", "v", "v1x", "v-1"):
@@ -123,11 +132,6 @@ def target_fingerprint_of_copy(path):
     copy.mkdir()
     (copy / "config.json").write_text("{}")
     return target_fingerprint(copy)
-
-
-def test_a_remote_store_is_refused_by_name():
-    with pytest.raises(VersionError, match="s3://bucket"):
-        VersionStore("s3://bucket/x")
 
 
 def test_pruning_keeps_the_newest_and_those_in_use(store):
