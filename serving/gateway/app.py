@@ -43,6 +43,7 @@ IN_FLIGHT = Gauge("adaflash_gateway_in_flight_requests", "Requests being answere
 ROUTES = ("chat/completions", "completions", "models")
 DOMAIN_HEADER = "x-adaflash-domain"
 STORE_HEADER = "x-adaflash-store"
+VERSIONS_HEADER = "x-adaflash-versions"  # asked for with "true", answered with spans such as v3:0-17,v4:17-40
 _DOMAIN = re.compile(r"[a-z0-9_-]{1,32}")
 
 
@@ -205,7 +206,7 @@ async def proxy(http: httpx.AsyncClient, workers: Workers, request: Request, pat
         except BaseException:
             await scope.aclose()
             raise
-        return await _answer(upstream, scope)
+        return await _answer(upstream, scope, request.headers.get(VERSIONS_HEADER, "").lower() == "true")
     raise ApiError(503, "no_worker", "no worker could take the request", retry_after=2)
 
 
@@ -215,7 +216,7 @@ def _headers(request: Request) -> dict[str, str]:
     return {k: v for k, v in request.headers.items() if k in kept}
 
 
-async def _answer(upstream: httpx.Response, scope: contextlib.AsyncExitStack) -> Response:
+async def _answer(upstream: httpx.Response, scope: contextlib.AsyncExitStack, versions: bool) -> Response:
     content_type = upstream.headers.get("content-type", "application/json")
     if content_type.startswith("text/event-stream") and upstream.status_code == 200:
         headers = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
@@ -227,7 +228,21 @@ async def _answer(upstream: httpx.Response, scope: contextlib.AsyncExitStack) ->
             raise ApiError(502, "worker_lost", "the worker was lost while it answered") from None
     if upstream.status_code >= 400:
         body, content_type = reshape(upstream.status_code, body), "application/json"
-    return Response(body, upstream.status_code, media_type=content_type)
+    headers = {VERSIONS_HEADER: spans} if versions and (spans := version_spans(body)) else {}
+    return Response(body, upstream.status_code, headers, content_type)
+
+
+def version_spans(body: bytes) -> str:
+    """The drafter versions behind an answer's tokens, from SGLang's own metadata; empty if it has none.
+
+    Drafters do not change what is answered; this is for whoever wants to know what a request lived through.
+    """
+    try:
+        metadata = json.loads(body)["metadata"]
+        spans = metadata.get("weight_versions") or [{"version": metadata["weight_version"]}]
+        return ",".join(f"{s['version']}:{s['start']}-{s['end']}" if "start" in s else s["version"] for s in spans)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ""
 
 
 async def _events(upstream: httpx.Response, scope: contextlib.AsyncExitStack) -> AsyncIterator[bytes]:

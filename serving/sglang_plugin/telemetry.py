@@ -28,6 +28,11 @@ class Telemetry:
         self.verified_rows = Counter("adaflash_verified_rows_total", "Block rows the target verified, anchor included.")
         self.slot_accepted = Counter("adaflash_slot_accepted_total", "Verify steps that accepted this slot.", ["slot"])
         self.slot_verified = Counter("adaflash_slot_verified_total", "Verify steps that verified this slot.", ["slot"])
+        self.requests = Counter(
+            "adaflash_finished_requests_total", "Finished requests by how many drafter versions they saw.", ["versions"]
+        )
+        for versions in ("one", "several"):
+            self.requests.labels(versions)
         self.decode_tokens = Counter(f"{DECODE}tokens_total", "Tokens emitted by speculative steps.")
         self.decode_squares = Counter(f"{DECODE}squared_tokens_total", "Sum of their squares, per request and step.")
         self.decode_steps = Counter(f"{DECODE}request_steps_total", "Speculative steps, one per request.")
@@ -62,6 +67,7 @@ class Telemetry:
 
     def finished(self, f: Finished) -> None:
         """Counts one finished request."""
+        self.requests.labels("several" if len(f.versions) > 1 else "one").inc()
         domain = self.domain(str(f.tags.get("domain") or "other"))
         self.output_tokens.labels(domain).inc(sum(f.accepted))
         self.verify_steps.labels(domain).inc(len(f.accepted))

@@ -17,6 +17,7 @@ from adaflash.registry import Registry
 from adaflash.release import Release
 from serving.gateway.app import build
 from serving.gateway.config import GatewayConfig
+from serving.gateway.workers import Workers
 from serving.ports import free_port
 from tests.contract.test_release_and_registry import entry
 
@@ -213,3 +214,42 @@ def test_a_client_that_hangs_up_ends_its_request_at_the_worker(gateway):
         connection.settimeout(10)
         while connection.recv(65536):
             continue  # an empty read: closed by the gateway
+
+
+@pytest.mark.parametrize(
+    ("metadata", "header"),
+    [
+        ({"weight_version": "v4"}, "v4"),
+        ({"weight_version": "v4", "weight_versions": [{"version": "v3", "start": 0, "end": 17}]}, "v3:0-17"),
+        (
+            {"weight_versions": [{"version": "v3", "start": 0, "end": 7}, {"version": "v4", "start": 7, "end": 9}]},
+            "v3:0-7,v4:7-9",
+        ),
+        (None, None),
+    ],
+)
+def test_an_answer_names_the_versions_behind_it_if_asked_to(gateway, metadata, header):
+    body = json.dumps({"choices": [], "metadata": metadata}).encode()
+    gateway.worker(Stub(answer("200 OK", body)))
+    asked = chat(gateway, headers=KEY | {"X-AdaFlash-Versions": "true"})
+    assert (asked.headers.get("x-adaflash-versions"), asked.content) == (header, body)
+    assert "x-adaflash-versions" not in chat(gateway).headers
+
+
+def test_workers_on_trial_get_their_share_of_the_requests_and_no_more(redis_server):
+    registry = Registry(redis_server.client(), Keys("m"))
+    entries = [entry(f"w{k}", url=f"http://w{k}") for k in range(4)]
+    trial = [frozenset({"w0"}), 0.1]
+    workers = Workers(registry, lambda: tuple(trial))
+    workers._take(entries)
+
+    def share(tried=frozenset()):
+        chosen = [workers.choose(set(tried)) for _ in range(2000)]
+        return chosen.count("http://w0") / 2000
+
+    assert share() == pytest.approx(0.1, abs=0.03)
+    trial[1] = 1.0
+    assert share() == pytest.approx(0.25, abs=0.04), "more than its part of the workers"
+    assert share({"http://w1", "http://w2", "http://w3"}) == 1, "it is all that is left"
+    trial[0] = frozenset({f"w{k}" for k in range(4)})
+    assert workers.choose(set()) is not None
