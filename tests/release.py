@@ -9,8 +9,12 @@ from adaflash.release import Release
 
 
 def activate(client: Redis, keys: Keys, number: int) -> None:
-    """Makes `number` the version that every worker should run, as the controller does when it promotes."""
+    """Makes `number` the version that every worker should run, as the controller does when it promotes.
+
+    Takes the lease from a controller that has it, which is fenced until the lease is free again.
+    """
     release = Release(client, keys, "test")
+    client.delete(keys.controller_lease)
     state = release.state()
     after = state.but(active=number, previous=state.active, attempt=state.attempt + 1, known=max(state.known, number))
     fence = release.controller_lease.hold(5)

@@ -40,6 +40,9 @@ class GateConfig(Section):
     margin: float = Field(0.02, ge=0, description="replayed tau must gain at least this")
     confidence: float = Field(0.9, gt=0, lt=1, description="the gain's paired bootstrap interval has to lie above zero")
     worst_domain_loss: float = Field(0.03, ge=0, description="relative tau loss allowed in any domain")
+    parity: float = Field(
+        0.05, ge=0, description="relative difference allowed between the active drafter's replayed and served tau"
+    )
     min_domain: int = Field(3, gt=0, description="held-out sequences a domain needs for a veto")
     min_held_out: int = Field(6, gt=0, description="held-out sequences needed for a verdict")
 

@@ -24,6 +24,7 @@ class Verdict:
     sequences: int = 0
     gain_low: float = 0.0  # the gain's confidence interval, paired over sequences
     gain_high: float = 0.0
+    served: tuple[float, float] | None = None  # the active drafter's tau: as workers served it, as it is replayed
 
     def report(self) -> dict[str, Any]:
         """As JSON for the manifest."""
@@ -54,9 +55,17 @@ def gain_interval(
 
 
 def judge(
-    config: GateConfig, domains: list[str], candidate: list[list[int]], active: list[list[int]], finite: bool
+    config: GateConfig,
+    domains: list[str],
+    candidate: list[list[int]],
+    active: list[list[int]],
+    finite: bool,
+    served: tuple[float, float] | None = None,
 ) -> Verdict:
-    """`candidate[i]`, `active[i]`: replayed steps of held-out sequence i, whose domain is `domains[i]`."""
+    """`candidate[i]`, `active[i]`: replayed steps of held-out sequence i, whose domain is `domains[i]`.
+
+    `served`: the active drafter's tau on the same requests, from the workers' counts and replayed, where it served any.
+    """
     if not finite:
         return Verdict(False, "a parameter is not finite")
     if len(domains) < config.min_held_out:
@@ -68,7 +77,10 @@ def judge(
     new, old = tau(candidate), tau(active)
     low, high = gain_interval(candidate, active, config.confidence)
     report: dict[str, Any] = dict(tau_candidate=new, tau_active=old, domains=per, sequences=len(domains))
-    report |= dict(gain_low=low, gain_high=high)
+    report |= dict(gain_low=low, gain_high=high, served=served)
+    if served is not None and abs(served[1] / served[0] - 1) > config.parity:
+        why = f"replay says tau {served[1]:.2f} where workers served {served[0]:.2f} with the active version"
+        return Verdict(False, f"{why}: this judge cannot be trusted", **report)
     heard = [d for d in per if domains.count(d) >= config.min_domain]
     worst = min(heard, key=lambda d: per[d][0] / per[d][1], default=None)
     if worst is not None and per[worst][0] < per[worst][1] * (1 - config.worst_domain_loss):

@@ -21,10 +21,10 @@ from adaflash.errors import UserError
 from adaflash.rollouts import Rollout, unpack
 from adaflash.store import open_store
 from adaflash.target import Target
-from adaflash.versions import fsync_path, verify
+from adaflash.versions import fsync_path, label, verify
 from trainer.buffer import Buffer, FeatureCache
 from trainer.config import TrainerConfig
-from trainer.gate import Verdict, judge
+from trainer.gate import Verdict, judge, tau
 
 STATE = "state.pt"
 _SCHEMA = 2
@@ -102,7 +102,25 @@ class Learner:
         for r, steps in zip(unknown, self._replay(self.active, unknown) if unknown else [], strict=True):
             self._active_steps[r.request_id] = steps
         active = [self._active_steps[r.request_id] for r in held]
-        return judge(self.config.gate, [r.domain for r in held], candidate, active, finite)
+        return judge(self.config.gate, [r.domain for r in held], candidate, active, finite, self._served(held))
+
+    def _served(self, held: list[Rollout]) -> tuple[float, float] | None:
+        """Tau of the active version on held-out requests that it served alone: by the workers' counts, and replayed.
+
+        Where the two differ the replay does not see what workers do, and its verdicts mean nothing.
+        """
+        mine = [r for r in held if self._comparable(r)]
+        if len(mine) < self.config.gate.min_held_out:
+            return None
+        # A stop may cut a request's last step short.
+        return tau([r.accepted[:-1] for r in mine]), tau([self._active_steps[r.request_id][:-1] for r in mine])
+
+    def _comparable(self, r: Rollout) -> bool:
+        """Greedy, in whole blocks, by one version, not cut: what the replay does."""
+        whole = all(v == self.active.config.block_size for v in r.verified)
+        short = len(r.prompt_ids) + len(r.output_ids) <= self.config.round.max_sequence
+        alone = {s.version for s in r.versions} == {label(self.active_number or 0)}
+        return r.greedy and whole and short and alone and len(r.accepted) > 1
 
     def _replay(self, drafter: Drafter, rollouts: list[Rollout]) -> list[list[int]]:
         return replay(drafter, self.features.get(rollouts), self.target.embedding, self.target.head).steps

@@ -36,6 +36,16 @@ def test_everything_else_is_held_back_with_the_reason(domains, candidate, active
     assert why in v.why
 
 
+def test_a_replay_that_does_not_see_what_workers_served_is_not_believed():
+    steps = (["a", "b"], [[2, 2], [3]], [[1, 1, 1, 1], [2, 1]], True)
+    v = judge(GATE, *steps, (2.0, 1.5))
+    assert not v.promote
+    assert "replay says tau 1.50 where workers served 2.00" in v.why
+    assert v.report()["served"] == (2.0, 1.5)
+    assert judge(GATE, *steps, (2.0, 1.95)).promote
+    assert judge(GATE, *steps, None).promote
+
+
 def test_a_mean_gain_that_one_lucky_sequence_made_is_held_back():
     active = [[2, 2, 2, 2]] * 12
     lucky = [[2, 2, 2, 2]] * 10 + [[8], [3, 2, 2, 1]]

@@ -5,6 +5,7 @@ import torch
 
 from adaflash.checkpoint import load_drafter
 from adaflash.distill import DistillConfig, RestoreError
+from adaflash.rollouts import VersionSpan
 from adaflash.store import VersionStore
 from adaflash.versions import target_fingerprint
 from tests import tiny
@@ -22,7 +23,7 @@ def make(target_dir, drafter_dir, tmp_path):
     def build(**distill):
         config = TrainerConfig(
             model=target_dir,
-            versions=tmp_path / "store",
+            versions=str(tmp_path / "store"),
             state=tmp_path / "state",
             round=RoundConfig(steps=2),
             distill=DistillConfig(**distill),
@@ -68,3 +69,46 @@ def test_a_changed_optimiser_is_refused_by_name_instead_of_failing_later(make):
     learner.save([])
     with pytest.raises(RestoreError, match=r"distill.optimizer is adamw"):
         make(optimizer="adamw")
+
+
+def served(learner, count, factor=1):
+    """Rollouts as workers would have logged them: the active drafter's own steps on what the target says."""
+    rows = walks(count)
+    for r in rows:
+        learner.buffer.held_out.append(r)
+    steps = learner._replay(learner.active, rows)
+    learner.buffer.held_out.clear()
+    out = []
+    for r, mine in zip(rows, steps, strict=True):
+        accepted = [1] * (len(r.output_ids) - 1) if factor != 1 else mine
+        assert sum(accepted) == len(r.output_ids) - 1
+        change = dict(accepted=accepted, verified=[8] * len(accepted), versions=[VersionSpan(version="v0", start=0, end=16)])
+        out.append(record(**(r.model_dump(exclude={"versions"}) | change)))
+    return out
+
+
+def test_the_gate_compares_its_replay_with_what_workers_counted(make):
+    learner = make()
+    learner.buffer.held_out.extend(served(learner, 12))
+    verdict = learner.evaluate()
+    assert verdict.served is not None
+    assert verdict.served[0] == pytest.approx(verdict.served[1])
+    learner.buffer.held_out.clear()
+    learner._active_steps.clear()
+    learner.buffer.held_out.extend(served(learner, 12, factor=0))
+    assert "this judge cannot be trusted" in learner.evaluate().why
+    sampled = [r.model_copy(update={"temperature": 1.0, "top_k": -1}) for r in learner.buffer.held_out]
+    learner.buffer.held_out.clear()
+    learner.buffer.held_out.extend(sampled)
+    assert learner.evaluate().served is None
+
+
+def test_the_baseline_follows_the_fleet_and_publishing_does_not_move_it(make):
+    learner = make()
+    learner.train(walks(20))
+    number = learner.publish(learner.evaluate(), {})
+    assert (number, learner.active_number) == (1, 0)
+    learner.follow(1)
+    assert learner.active_number == 1
+    new = learner.store.local(1)
+    assert torch.equal(next(learner.active.parameters()), next(load_drafter(new).parameters()))
