@@ -135,6 +135,30 @@ PANELS: list[tuple[str, str, str, str, list[tuple[str, str]]]] = [
         [("{{drafter}}", "adaflash_trainer_replay_tau")],
     ),
     (
+        "Release",
+        "short",
+        "timeseries",
+        "What the release controller decided in the last hour, candidates on their way, and whether releases are paused.",
+        [
+            ("{{what}}", "sum by (what) (increase(adaflash_release_events_total[1h]))"),
+            ("in {{phase}}", 'max by (phase) (adaflash_release_phase{phase!="idle"})'),
+            ("paused", "max(adaflash_release_paused)"),
+        ],
+    ),
+    (
+        "Requests that lived through a swap",
+        "percentunit",
+        "timeseries",
+        "Share of the finished requests that saw more than one drafter version. Their text is the same either way.",
+        [
+            (
+                "share",
+                'sum(rate(adaflash_finished_requests_total{versions="several"}[5m])) / '
+                "(sum(rate(adaflash_finished_requests_total[5m])) > 0)",
+            )
+        ],
+    ),
+    (
         "Trainer rounds",
         "short",
         "timeseries",
