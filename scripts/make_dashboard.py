@@ -138,7 +138,7 @@ PANELS: list[tuple[str, str, str, str, list[tuple[str, str]]]] = [
         "Release",
         "short",
         "timeseries",
-        "What the release controller decided in the last hour, candidates on their way, and whether releases are paused.",
+        "What the release controller decided in the last hour, what is on its way, and whether releases are paused.",
         [
             ("{{what}}", "sum by (what) (increase(adaflash_release_events_total[1h]))"),
             ("in {{phase}}", 'max by (phase) (adaflash_release_phase{phase!="idle"})'),

@@ -82,7 +82,8 @@ def served(learner, count, factor=1):
     for r, mine in zip(rows, steps, strict=True):
         accepted = [1] * (len(r.output_ids) - 1) if factor != 1 else mine
         assert sum(accepted) == len(r.output_ids) - 1
-        change = dict(accepted=accepted, verified=[8] * len(accepted), versions=[VersionSpan(version="v0", start=0, end=16)])
+        spans = [VersionSpan(version="v0", start=0, end=16)]
+        change = dict(accepted=accepted, verified=[8] * len(accepted), versions=spans)
         out.append(record(**(r.model_dump(exclude={"versions"}) | change)))
     return out
 
