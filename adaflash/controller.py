@@ -24,15 +24,16 @@ def step(
     for command in commands:
         s = obey(s, command, now, events)
     usable = {i: w for i, w in workers.items() if w.capable and not w.leaving}
+    s = _note_company(s, now, workers)
     if s.phase in ("canary", "rolling"):
         s = _check_moved(s, now, workers, policy, events)
     match s.phase:
         case "idle":
-            s = _idle(s, now, usable, events)
+            s = _idle(s, now, usable, policy, events)
         case "canary":
             s = _canary(s, now, usable, policy, events)
         case "rolling":
-            s = _rolling(s, now, usable, events)
+            s = _rolling(s, now, usable, policy, events)
         case "returning":
             s = _returning(s, now, usable, policy, events)
     return s, events
@@ -43,19 +44,36 @@ def adopt(workers: Workers) -> State:
     running = [w.version for w in workers.values() if w.version is not None]
     if not running:
         return State()
-    active = max(set(running), key=lambda v: (running.count(v), v))
+    active = max(set(running), key=lambda v: (running.count(v), -v))
     return State(active=active, known=max(running))
 
 
-def _idle(s: State, now: float, usable: Workers, events: list[Event]) -> State:
-    """Nothing moves; an operator's choice comes before a proposal."""
-    if s.paused:
+def renewed(s: State, now: float) -> State:
+    """The state for a controller that takes over: for a while nobody looked, and no time limit ran."""
+    return s.but(entered_at=now, told_at=now, settled_at=None, base={})
+
+
+def _note_company(s: State, now: float, workers: Workers) -> State:
+    """Keeps since when there is a single worker; one that leaves or starts is company."""
+    alone = sum(w.capable for w in workers.values()) <= 1
+    if alone == (s.alone_since is not None):
         return s
+    return s.but(alone_since=now if alone else None)
+
+
+def _idle(s: State, now: float, usable: Workers, policy: ReleasePolicy, events: list[Event]) -> State:
+    """Nothing moves; an operator's choice comes before a proposal."""
+    if s.paused and not (s.forced is not None and s.forced_origin == "rollback"):
+        return s
+    alone_for = now - s.alone_since if s.alone_since is not None else 0.0
+    lone = len(usable) == 1 and s.alone_since is not None
     if s.forced is not None:
         s, choice, origin = s.but(forced=None), s.forced, s.forced_origin
     elif s.waiting is not None and s.waiting in (s.active, *s.rejected):
         return s.but(waiting=None)
-    elif s.waiting is not None and s.pinned is None and now >= s.cooldown_until and (usable or s.active is None):
+    elif s.waiting is None or s.pinned is not None or now < s.cooldown_until:
+        return s
+    elif s.active is None or len(usable) > 1 or (lone and alone_for >= policy.lone_seconds):
         s, choice, origin = s.but(waiting=None), s.waiting, "trainer"
     else:
         return s
@@ -64,21 +82,23 @@ def _idle(s: State, now: float, usable: Workers, events: list[Event]) -> State:
     if s.active is None or not usable:  # nothing to compare with; workers take it when they see it
         events.append({"what": "promoted", "to": choice, "from": s.active, "why": _why_at_once(s)})
         return s.but(previous=_previous(s, origin), active=choice)
-    lone = len(usable) == 1
     compared = origin == "trainer" and not lone
+    unseen = {"why": "a single worker has no rest to compare with: the gate decided"} if origin == "trainer" else {}
     events.append(
         {"what": "canary" if compared else "rolling", "to": choice, "from": s.active, "origin": origin}
-        | ({"why": "a single worker has no rest to compare with: the gate decided"} if lone and not compared else {})
+        | ({} if compared else unseen)
     )
     return s.but(
         phase="canary" if compared else "rolling",
         candidate=choice,
         origin=origin,
+        compared=compared or origin != "trainer",
         attempt=s.attempt + 1,
         entered_at=now,
         moved={},
         pending="",
         excused=(),
+        harmed=0,
         settled_at=None,
         base={},
     )
@@ -90,31 +110,43 @@ def _check_moved(s: State, now: float, workers: Workers, policy: ReleasePolicy, 
         w = workers.get(i)
         if w is not None and w.leaving:
             s = _forget(s, i)
-        elif trouble := _trouble(s, i, started, w, now, policy):
-            if s.origin == "trainer":
-                return take_back(s, trouble, now, blame=True)
-            # An operator's choice is not vetoed by one worker, which keeps trying; by all of them it is.
-            events.append({"what": "excused", "to": s.candidate, "worker": i, "why": trouble})
-            s = _forget(s, i).but(excused=(*s.excused, i))
-        elif i == s.pending and w is not None and w.ready and w.version == s.candidate:
+            continue
+        if i == s.pending and w is not None and _took_it(s, started, w):
             s = s.but(pending="")
+        if not (trouble := _trouble(s, i, started, w, now, policy)):
+            continue
+        why, harm, fault = trouble
+        if s.origin == "trainer":
+            return take_back(s, why, now, blame=fault, again=not fault)
+        # An operator's choice is not vetoed by one worker, which keeps trying; by all of them it is, or by two that
+        # it ended.
+        events.append({"what": "excused", "to": s.candidate, "worker": i, "why": why})
+        s = _forget(s, i).but(excused=(*s.excused, i), harmed=s.harmed + harm)
+        if s.harmed > 1:
+            return take_back(s, f"{s.harmed} workers ended with {label(s.candidate or 0)}", now)
     return s
 
 
-def _trouble(s: State, i: str, started: str, w: Seen | None, now: float, policy: ReleasePolicy) -> str:
-    """Why a worker counts as failed by the candidate; empty if it does not."""
+def _took_it(s: State, started: str, w: Seen) -> bool:
+    return w.ready and not w.failed and w.started == started and w.version == s.candidate
+
+
+def _trouble(
+    s: State, i: str, started: str, w: Seen | None, now: float, policy: ReleasePolicy
+) -> tuple[str, bool, bool] | None:
+    """Why a worker counts as failed by the candidate, whether that ended it, whether the candidate is to blame."""
     name = label(s.candidate if s.candidate is not None else -1)
     if w is None:
-        return f"worker {i} was lost with {name}"
+        return f"worker {i} was lost with {name}", True, True
     if w.failed:
-        return f"worker {i} failed with {name}"
+        return f"worker {i} failed with {name}", True, True
     if w.started != started:
-        return f"worker {i} ended and started again with {name}"
+        return f"worker {i} ended and started again with {name}", True, True
     if w.refused is not None and (w.refused.version, w.refused.attempt) == (s.candidate, s.attempt):
-        return f"worker {i} could not take {name}: {w.refused.why}"
+        return f"worker {i} could not take {name}: {w.refused.why}", False, w.refused.fault
     if i == s.pending and now > s.told_at + policy.change_seconds:
-        return f"worker {i} did not take {name} within {policy.change_seconds:.0f} s"
-    return ""
+        return f"worker {i} did not take {name} within {policy.change_seconds:.0f} s", False, True
+    return None
 
 
 def _forget(s: State, i: str) -> State:
@@ -137,7 +169,9 @@ def _canary(s: State, now: float, usable: Workers, policy: ReleasePolicy, events
         return s.but(settled_at=now)
     if now < s.settled_at + policy.skip_seconds:
         return s
-    rest = {i: w for i, w in usable.items() if i not in s.moved and w.ready}
+    others = {i: w for i, w in usable.items() if i not in s.moved and w.ready}
+    # A worker that is behind must not make the candidate look good; where nobody can run the active one, all count.
+    rest = {i: w for i, w in others.items() if w.version == s.active} or others
     mine = {i: usable[i] for i in s.moved if i in usable}
     if any(not _same(s, i, w) for i, w in mine.items()) or not any(_same(s, i, w) for i, w in rest.items()):
         return s.but(base={i: Mark(epoch=w.epoch, counters=w.counters) for i, w in (mine | rest).items()})
@@ -150,8 +184,11 @@ def _canary(s: State, now: float, usable: Workers, policy: ReleasePolicy, events
     return s
 
 
-def _rolling(s: State, now: float, usable: Workers, events: list[Event]) -> State:
+def _rolling(s: State, now: float, usable: Workers, policy: ReleasePolicy, events: list[Event]) -> State:
     """Every worker gets the candidate, the next one when the one before it runs it."""
+    if not s.compared and len(usable) > 1:
+        events.append({"what": "canary", "to": s.candidate, "from": s.active, "why": "the lone worker has company"})
+        return s.but(phase="canary", compared=True, entered_at=now)
     if s.pending:
         return s
     left = [i for i in usable if i not in s.moved and i not in s.excused]
@@ -161,7 +198,7 @@ def _rolling(s: State, now: float, usable: Workers, events: list[Event]) -> Stat
         if s.excused and not left:
             return take_back(s, f"no worker could take {label(s.candidate or 0)}", now)
         return s  # no worker is ready
-    if s.paused:
+    if _held_back(s) or (left and now < s.told_at + policy.change_seconds):
         return s
     events.append({"what": "promoted", "to": s.candidate, "from": s.active, "origin": s.origin})
     return s.but(
@@ -171,6 +208,7 @@ def _rolling(s: State, now: float, usable: Workers, events: list[Event]) -> Stat
         candidate=None,
         moved={},
         excused=(),
+        harmed=0,
         failures=0,
     )
 
@@ -182,6 +220,8 @@ def _returning(s: State, now: float, usable: Workers, policy: ReleasePolicy, eve
         return s
     failures = s.failures + s.blame
     cooling = s.blame and failures >= policy.failures
+    again = s.waiting == s.candidate  # what kept it from its workers may be over in a while
+    pause = policy.cooldown_seconds if cooling else policy.change_seconds if again else 0.0
     events.append(
         {"what": "rolled_back", "from": s.candidate, "to": s.active, "why": s.reason}
         | ({"behind": behind} if behind else {})
@@ -192,14 +232,19 @@ def _returning(s: State, now: float, usable: Workers, policy: ReleasePolicy, eve
         phase="idle",
         candidate=None,
         failures=0 if cooling else failures,
-        cooldown_until=now + policy.cooldown_seconds if cooling else s.cooldown_until,
+        cooldown_until=max(s.cooldown_until, now + pause),
     )
+
+
+def _held_back(s: State) -> bool:
+    """A pause lets nothing go forward; a rollback goes back."""
+    return s.paused and s.origin != "rollback"
 
 
 def _move_one(s: State, now: float, usable: Workers) -> State:
     """Tells one more worker to run the candidate; only called while none is pending."""
     ready = sorted(i for i, w in usable.items() if i not in s.moved and i not in s.excused and w.ready)
-    if not ready or s.paused:
+    if not ready or _held_back(s):
         return s
     changed = {**s.moved, ready[0]: usable[ready[0]].started}
     return s.but(moved=changed, pending=ready[0], told_at=now, settled_at=None, base={})

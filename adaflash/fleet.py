@@ -13,18 +13,22 @@ from pydantic import Field
 from adaflash.live import CanaryPolicy, Counters, Frozen
 
 Phase = Literal["idle", "canary", "rolling", "returning"]
-Verb = Literal["propose", "promote", "reject", "rollback", "pin", "unpin", "pause", "resume"]
+Verb = Literal["propose", "promote", "reject", "rollback", "pin", "unpin", "pause", "resume", "unreadable"]
 Origin = Literal["trainer", "operator", "rollback"]
 Event = dict[str, Any]
 REMEMBERED = 64  # rejected versions
 
 
 class Refusal(Frozen):
-    """A version that a worker could not take, and at which attempt of the controller."""
+    """A version that a worker could not take, and at which attempt of the controller.
+
+    `fault`: of the version; otherwise of what should have brought it, such as a store that does not answer.
+    """
 
     version: int
     attempt: int
     why: str = ""
+    fault: bool = True
 
 
 class Seen(Frozen):
@@ -42,7 +46,10 @@ class Seen(Frozen):
 
 
 class Command(Frozen):
-    """Something that a trainer or an operator asks for. `id`: its place in the stream of commands."""
+    """Something that a trainer or an operator asks for. `id`: its place in the stream of commands.
+
+    The verb `unreadable` stands for an entry of the stream that no controller of this release understands.
+    """
 
     verb: Verb
     id: str = ""
@@ -59,6 +66,9 @@ class ReleasePolicy(CanaryPolicy):
         0.2, gt=0, le=1, description="share of the requests that may go to workers that try a candidate"
     )
     canary_seconds: float = Field(3600, gt=0, description="a candidate that cannot be judged for so long is taken back")
+    lone_seconds: float = Field(
+        60, ge=0, description="a worker that was the only one for so long takes candidates without a canary"
+    )
     change_seconds: float = Field(180, gt=0, description="a worker that has not changed after this has failed to")
     failures: int = Field(3, gt=0, description="failed candidates in a row that start a cool-down")
     cooldown_seconds: float = Field(1800, ge=0, description="no candidate is tried for this long")
@@ -91,6 +101,8 @@ class State(Frozen):
     phase: Phase = "idle"
     candidate: int | None = None
     origin: Origin = "trainer"
+    compared: bool = True  # False: a lone worker takes it unseen
+    alone_since: float | None = None  # since when there is one worker at most
     attempt: int = 0  # counts candidates, so that an old refusal does not speak about a new try
     entered_at: float = 0.0  # when the phase began
     moved: Mapping[str, str] = Field(
@@ -99,6 +111,7 @@ class State(Frozen):
     pending: str = ""  # the one of them that has not been seen to run it
     told_at: float = 0.0
     excused: tuple[str, ...] = ()  # workers that cannot take an operator's choice
+    harmed: int = 0  # those of them that ended or failed with it
     settled_at: float | None = None  # when the canaries ran the candidate
     base: Mapping[str, Mark] = Field(default={})
     reason: str = ""  # why the candidate is taken back

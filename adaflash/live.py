@@ -1,4 +1,4 @@
-"""What a worker's decode steps did while one drafter version ran, and whether a candidate's are as good as the rest's.
+"""What a worker's requests and steps did while one drafter version ran, and whether a candidate is as good as the rest.
 
 Workers put their counters into the registry; the release controller compares differences of them. Acceptance is
 compared over all steps, speed only between steps of about the same load: how long a step takes is mostly how many
@@ -8,15 +8,16 @@ requests share it.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from adaflash.config import Section
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)  # upper bounds of the load classes, the last one open
-EARLY_STEPS = 100  # steps of single requests on both sides before a clear failure ends a canary early
-EARLY_SIGMAS = 4.0
+LEAST_REQUESTS = 20  # finished requests that either side needs before anything is said
+EARLY_SIGMAS = 5.0  # a clear failure ends a canary early; asked again every second, so it has to be very clear
 LEAST_LAPS = 20  # engine steps of a load class that either side needs for a comparison of speed
 
 
@@ -28,18 +29,25 @@ class Frozen(BaseModel):
 
 
 class Load(Frozen):
-    """Engine steps with about the same number of requests: how many, and the seconds they took."""
+    """Engine steps with about the same number of requests: how many, their seconds, and the tokens they emitted."""
 
     laps: Amount = 0.0
     seconds: Amount = 0.0
+    tokens: Amount = 0.0
 
 
 class Counters(Frozen):
-    """Sums over steps of single requests since a version began to run: tokens, their squares, steps; time by load."""
+    """Finished requests that one version served alone: their number, verify steps and tokens, and the sums of squares.
 
+    Steps of one request are alike, so requests are what counts as independent.
+    """
+
+    requests: Amount = 0.0
     tokens: Amount = 0.0
-    squares: Amount = 0.0
     steps: Amount = 0.0
+    tokens_squared: Amount = 0.0
+    steps_squared: Amount = 0.0
+    tokens_steps: Amount = 0.0
     loads: dict[str, Load] = Field(default={})
 
     def __add__(self, other: Counters) -> Counters:
@@ -49,16 +57,14 @@ class Counters(Frozen):
         return self._with(other, -1)
 
     def _with(self, other: Counters, sign: int) -> Counters:
-        def joined(name: str) -> Load:
-            a, b = self.loads.get(name, Load()), other.loads.get(name, Load())
-            return Load(laps=max(a.laps + sign * b.laps, 0.0), seconds=max(a.seconds + sign * b.seconds, 0.0))
+        def joined(a: Any, b: Any, names: Iterable[str]) -> dict[str, float]:
+            return {n: max(getattr(a, n) + sign * getattr(b, n), 0.0) for n in names}
 
-        return Counters(
-            tokens=max(self.tokens + sign * other.tokens, 0.0),
-            squares=max(self.squares + sign * other.squares, 0.0),
-            steps=max(self.steps + sign * other.steps, 0.0),
-            loads={name: joined(name) for name in self.loads.keys() | other.loads.keys()},
-        )
+        loads = {
+            name: Load(**joined(self.loads.get(name, Load()), other.loads.get(name, Load()), Load.model_fields))
+            for name in self.loads.keys() | other.loads.keys()
+        }
+        return Counters(**joined(self, other, SUMS), loads=loads)
 
     @property
     def tau(self) -> float:
@@ -67,15 +73,21 @@ class Counters(Frozen):
 
     @property
     def variance(self) -> float:
-        """Of that mean."""
-        return max(self.squares / self.steps - self.tau**2, 0.0) / self.steps if self.steps else math.inf
+        """Of that ratio, from one request to the next."""
+        if self.requests < 2 or not self.steps:
+            return math.inf
+        spread = self.tokens_squared - 2 * self.tau * self.tokens_steps + self.tau**2 * self.steps_squared
+        return max(spread, 0.0) / self.steps**2 * self.requests / (self.requests - 1)
+
+
+SUMS = tuple(n for n in Counters.model_fields if n != "loads")
 
 
 class CanaryPolicy(Section):
     """What a candidate has to show on live traffic."""
 
     skip_seconds: float = Field(10, ge=0, description="left out of the comparison after the canary's swap")
-    min_steps: int = Field(2000, gt=0, description="verify steps of requests that either side needs")
+    min_steps: int = Field(1000, gt=0, description="verify steps of finished requests that either side needs at least")
     tau_loss: float = Field(0.05, ge=0, lt=1, description="relative loss of acceptance length that fails a candidate")
     speed_loss: float = Field(0.10, ge=0, lt=1, description="relative loss of tokens per second that fails a candidate")
 
@@ -102,13 +114,17 @@ def compare(canary: Counters, rest: Counters, policy: CanaryPolicy) -> Compariso
     def verdict(outcome: Literal["good", "bad", "open"], why: str) -> Comparison:
         return Comparison(outcome=outcome, why=why, tau=canary.tau, tau_rest=rest.tau, speed=speed)
 
+    if min(canary.requests, rest.requests) < LEAST_REQUESTS:
+        return verdict("open", f"{min(canary.requests, rest.requests):.0f} of {LEAST_REQUESTS} requests")
     least, fewest = rest.tau * (1 - policy.tau_loss), min(canary.steps, rest.steps)
     sigma = math.sqrt(canary.variance + rest.variance * (1 - policy.tau_loss) ** 2)
     worse = f"acceptance length {canary.tau:.2f} on the canary, {rest.tau:.2f} on the rest"
-    if fewest >= min(EARLY_STEPS, policy.min_steps) and canary.tau + EARLY_SIGMAS * sigma < least:
+    if canary.tau + EARLY_SIGMAS * sigma < least:
         return verdict("bad", worse)
     if fewest < policy.min_steps:
         return verdict("open", f"{fewest:.0f} of {policy.min_steps} steps")
+    if sigma > policy.tau_loss * rest.tau / 2:
+        return verdict("open", f"standard error {sigma:.3f}: the requests differ too much for a verdict")
     if canary.tau < least:
         return verdict("bad", worse)
     if speed is not None and speed < 1 - policy.speed_loss:
@@ -122,9 +138,7 @@ def relative_speed(canary: Counters, rest: Counters) -> float | None:
     for name in canary.loads.keys() & rest.loads.keys():
         a, b = canary.loads[name], rest.loads[name]
         weight = min(a.laps, b.laps)
-        if weight >= LEAST_LAPS:
-            mine += weight * a.seconds / a.laps
-            theirs += weight * b.seconds / b.laps
-    if not mine or not theirs or not rest.tau:
-        return None
-    return (canary.tau / rest.tau) / (mine / theirs)
+        if weight >= LEAST_LAPS and a.seconds and b.seconds:
+            mine += weight * a.tokens / a.seconds
+            theirs += weight * b.tokens / b.seconds
+    return mine / theirs if theirs else None

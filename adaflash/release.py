@@ -126,7 +126,7 @@ class Release:
     def commands(self, after: str) -> list[Command]:
         """Commands that follow the one with id `after`, oldest first."""
         rows: Any = self.redis.xrange(self.keys.commands, f"({after}", "+", count=COMMAND_LIMIT)
-        return [Command.model_validate({**json.loads(_field(f, "c")), "id": _text(i)}) for i, f in rows]
+        return [_command(_text(i), _field(f, "c")) for i, f in rows]
 
     def ask(self, verb: Verb, version: int | None = None, why: str = "") -> str:
         """Sends a command of an operator; returns its id. What becomes of it is on the event stream."""
@@ -154,6 +154,14 @@ def read_events(redis: Redis, keys: Keys, after: str = "-") -> list[dict[str, An
     """Events from `after` (a stream id, exclusive with a leading parenthesis) on, each with its stream `id`."""
     rows: Any = redis.xrange(keys.events, after, "+")
     return [{"id": _text(i), **json.loads(_field(f, "e"))} for i, f in rows]
+
+
+def _command(id_: str, body: str) -> Command:
+    """A command of the stream; one that cannot be read must not keep those behind it from being heard."""
+    try:
+        return Command.model_validate({**json.loads(body), "id": id_})
+    except (ValueError, TypeError):
+        return Command(verb="unreadable", id=id_)
 
 
 def _text(value: bytes | str) -> str:

@@ -66,7 +66,7 @@ def summary(found: dict[str, Any]) -> str:
     if s["phase"] != "idle":
         on = f" on {', '.join(s['moved'])}" if s["moved"] else ""
         parts.append(f"{s['phase']} {name('candidate')}{on}")
-    for role in ("waiting", "pinned"):
+    for role in ("waiting", "forced", "pinned"):
         if s[role] is not None:
             parts.append(f"{role} {name(role)}")
     if s["paused"]:

@@ -38,6 +38,7 @@ def take_back(s: State, why: str, now: float, *, blame: bool = False, again: boo
         moved={},
         pending="",
         excused=(),
+        harmed=0,
         base={},
         settled_at=None,
         reason=why,
@@ -140,7 +141,12 @@ def _unless(version: int | None, unwanted: int) -> int | None:
     return None if version == unwanted else version
 
 
+def _unreadable(s: State, c: Command, now: float) -> State:
+    raise Ignored("this release of the software does not know such a command")
+
+
 _verbs = {
+    "unreadable": _unreadable,
     "propose": _propose,
     "promote": _promote,
     "reject": _reject,

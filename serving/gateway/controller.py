@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from redis.exceptions import RedisError
 
-from adaflash.controller import adopt, step
+from adaflash.controller import adopt, renewed, step
 from adaflash.fleet import ReleasePolicy, State
 from adaflash.registry import TTL_SECONDS, Registry
 from adaflash.release import Fenced, ForeignState, Release
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
 LEASE_SECONDS = 10.0
+GIVE_WAY_SECONDS = 15.0  # after a fault: long enough for another gateway to take over
 
 ACTING = Gauge("adaflash_release_controller", "1 in the gateway that decides about releases.")
 PHASE = Gauge("adaflash_release_phase", "1 for the phase of the release.", ["phase"])
@@ -30,7 +31,7 @@ VERSIONS = Gauge("adaflash_release_version", "Drafter version by role, -1 for no
 EVENTS = Counter("adaflash_release_events_total", "Decisions of this controller.", ["what"])
 PAUSED = Gauge("adaflash_release_paused", "1 while an operator holds releases back.")
 _PHASES = ("idle", "canary", "rolling", "returning")
-_COUNTED = ("canary", "rolling", "promoted", "rolled_back", "cooldown", "excused", "ignored")
+_COUNTED = ("canary", "rolling", "promoted", "rolled_back", "cooldown", "excused", "adopted", "ignored")
 for _what in _COUNTED:
     EVENTS.labels(_what)
 
@@ -41,7 +42,9 @@ class Controller:
     def __init__(self, release: Release, registry: Registry, policy: ReleasePolicy) -> None:
         self.release, self.registry, self.policy = release, registry, policy
         self.state = State()
-        self._uncertain_until = 0.0  # monotonic; until then the registry may lack workers that live
+        # Until then the registry may lack workers that live; a fresh controller knows nothing of the time before.
+        self._uncertain_until = time.monotonic() + TTL_SECONDS
+        self._acting = False
 
     def start(self, stop: threading.Event) -> threading.Thread:
         """Runs until `stop`."""
@@ -54,18 +57,28 @@ class Controller:
             try:
                 self.tick()
             except Fenced:
-                ACTING.set(0)  # another gateway's controller acts
+                self._rest()  # another gateway's controller acts
             except RedisError as error:
-                ACTING.set(0)
+                self._rest()
                 self._uncertain_until = time.monotonic() + TTL_SECONDS
                 logger.warning("release state not readable: %s", error)
             except ForeignState as error:
-                ACTING.set(0)
+                self._give_way()
                 logger.error("%s: no releases until it is deleted or the other one runs", error)
-                stop.wait(TTL_SECONDS)
+                stop.wait(GIVE_WAY_SECONDS)
             except Exception:
-                # A fault in a decision must not end the gateway's thread: what runs stays, and the next tick sees anew.
+                # A fault must neither end the thread nor keep another gateway's controller, perhaps a newer one, out.
                 logger.exception("release controller")
+                self._give_way()
+                stop.wait(GIVE_WAY_SECONDS)
+        self._give_way()
+
+    def _rest(self) -> None:
+        self._acting = False
+        ACTING.set(0)
+
+    def _give_way(self) -> None:
+        self._rest()
         try:
             self.release.controller_lease.let_go()
         except RedisError as error:
@@ -73,23 +86,37 @@ class Controller:
 
     def tick(self) -> None:
         """Follows the state and, holding the lease, changes it. Raises Fenced while another controller acts."""
-        before = self.release.stored()
-        self._show(before or State())
+        stored = self.release.stored()
+        before = stored or State()
+        self._show(before)
         fence = self.release.controller_lease.hold(LEASE_SECONDS)
         ACTING.set(1)
         if self._uncertain():
+            self._acting = False  # and once it is over, as after any time in which nobody looked
             return
         workers = {e.id: e.seen() for e in self.registry.live()}
-        if before is None:
-            before = adopt(workers)  # never released, or lost with Redis
-        commands = self.release.commands(before.applied)
-        after, events = step(before, time.time(), workers, commands, self.policy)
+        now, adopted = self._now(), []
+        state = before if self._acting else renewed(before, now)
+        if stored is None:  # never released, or lost with Redis
+            state = adopt(workers)
+            adopted = (
+                [{"what": "adopted", "to": state.active, "why": "most workers run it"}]
+                if state.active is not None
+                else []
+            )
+        after, events = step(state, now, workers, self.release.commands(state.applied), self.policy)
+        self._acting, events = True, [*adopted, *events]
         if after == before or not self.release.commit(before, after, events, fence):
             return
         for event in events:
             EVENTS.labels(event["what"] if event["what"] in _COUNTED else "command").inc()
             logger.info("release: %s", _words(event))
         self._show(after)
+
+    def _now(self) -> float:
+        """Redis' clock: controllers on several hosts share the state's time limits."""
+        seconds, micros = self.release.redis.time()
+        return float(seconds) + float(micros) / 1e6
 
     def _uncertain(self) -> bool:
         """True while workers that live may be missing from the registry: Redis was away, or is new."""

@@ -131,7 +131,6 @@ class StepOnDevice:
         confidence = adaptive.confidence if adaptive is not None and verify else None
         tensors = (result.accept_lens, getattr(result, "cap_lens", None), confidence)
         self.tensors = tuple(t.clone() if t is not None else None for t in tensors)
-        self.drafted = verify and (adaptive is None or adaptive.drafting)
         self.seconds = seconds
         self.facts: StepFacts | None = None
         if capture.steps is not None and verify:
@@ -140,7 +139,7 @@ class StepOnDevice:
     def copy_to_host(self, copy_tensor: Callable[[Tensor], Tensor]) -> StepOnHost:
         """Starts the copies; SGLang synchronises before `consume`."""
         accepted, caps, confidence = (copy_tensor(t) if t is not None else None for t in self.tensors)
-        return StepOnHost(self.capture, accepted, caps, confidence, self.facts, self.drafted, self.seconds)
+        return StepOnHost(self.capture, accepted, caps, confidence, self.facts, self.seconds)
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,6 @@ class StepOnHost:
     caps: Tensor | None
     confidence: Tensor | None = None
     facts: StepFacts | None = None
-    drafted: bool = False
     seconds: float | None = None
 
     def consume(self, batch: Any, commits: Any) -> None:
@@ -162,8 +160,7 @@ class StepOnHost:
             caps = self.caps.tolist() if self.caps is not None else None
             self.capture.consume(batch, commits, accepted, caps)
             emitted = [len(c.token_ids) for c in commits if c is not None] if accepted is not None else []
-            if self.drafted:
-                self.capture._telemetry.stepped(emitted, self.seconds)
+            self.capture._telemetry.stepped(emitted, self.seconds)
             if self.facts is not None and accepted is not None and self.capture.steps is not None:
                 self.capture.steps.observe(accepted, caps, self.confidence, self.facts, len(emitted), sum(emitted))
         except Exception:

@@ -12,7 +12,16 @@ from serving.sglang_plugin.settings import VerifySettings
 if TYPE_CHECKING:
     from serving.sglang_plugin.capture import Finished
 
-DECODE = "adaflash_decode_"  # counters of every step, which the release controller compares
+DECODE = "adaflash_decode_"  # counters that the release controller compares, see adaflash.live
+JUDGED = {
+    "requests": "Number",
+    "tokens": "Tokens from verify steps",
+    "steps": "Verify steps",
+    "tokens_squared": "Squares of the tokens",
+    "steps_squared": "Squares of the steps",
+    "tokens_steps": "Tokens times steps",
+}
+LOADS = {"laps": "Decode steps", "seconds": "Seconds of decode steps", "tokens": "Tokens of decode steps"}
 DOMAINS_KEPT = 32  # further domain names are counted as "other"
 
 
@@ -33,13 +42,17 @@ class Telemetry:
         )
         for versions in ("one", "several"):
             self.requests.labels(versions)
-        self.decode_tokens = Counter(f"{DECODE}tokens_total", "Tokens emitted by speculative steps.")
-        self.decode_squares = Counter(f"{DECODE}squared_tokens_total", "Sum of their squares, per request and step.")
-        self.decode_steps = Counter(f"{DECODE}request_steps_total", "Speculative steps, one per request.")
-        self.decode_laps = Counter(
-            f"{DECODE}laps_total", "Speculative steps of the engine by the number of requests, up to.", ["load"]
-        )
-        self.decode_seconds = Counter(f"{DECODE}seconds_total", "Seconds that those took.", ["load"])
+        self.judged = {
+            name: Counter(
+                f"{DECODE}{name}_total", f"{text} of finished requests that one drafter version served alone."
+            )
+            for name, text in JUDGED.items()
+        }
+        self.loads = {
+            name: Counter(f"{DECODE}load_{name}_total", f"{text} by the number of requests, up to.", ["load"])
+            for name, text in LOADS.items()
+        }
+        self._before: tuple[str, int] | None = None
         self.wasted_rows = Counter("adaflash_wasted_rows_total", "Verified rows that emitted no token.")
         self.rollouts = Counter(
             "adaflash_rollouts_total", "Finished requests by what became of their rollout.", ["result"]
@@ -68,6 +81,7 @@ class Telemetry:
     def finished(self, f: Finished) -> None:
         """Counts one finished request."""
         self.requests.labels("several" if len(f.versions) > 1 else "one").inc()
+        self._judge(f)
         domain = self.domain(str(f.tags.get("domain") or "other"))
         self.output_tokens.labels(domain).inc(sum(f.accepted))
         self.verify_steps.labels(domain).inc(len(f.accepted))
@@ -80,14 +94,21 @@ class Telemetry:
             self.slot_verified.labels(str(slot)).inc(sum(v > slot for v in f.verified))
 
     def stepped(self, emitted: list[int], seconds: float | None) -> None:
-        """Counts one speculative step: tokens per request. `seconds`: of the step before, if its batch was alike."""
-        self.decode_tokens.inc(sum(emitted))
-        self.decode_squares.inc(sum(n * n for n in emitted))
-        self.decode_steps.inc(len(emitted))
-        if seconds is not None and emitted:
-            load = load_class(len(emitted))
-            self.decode_laps.labels(load).inc()
-            self.decode_seconds.labels(load).inc(seconds)
+        """Counts a decode step: tokens per request. `seconds`: of the step before, None if its batch was another."""
+        if seconds is not None and self._before is not None:
+            load, tokens = self._before
+            for name, amount in (("laps", 1), ("seconds", seconds), ("tokens", tokens)):
+                self.loads[name].labels(load).inc(amount)
+        self._before = (load_class(len(emitted)), sum(emitted)) if emitted else None
+
+    def _judge(self, f: Finished) -> None:
+        """Sums for the release controller's comparison; a request that lived through a swap speaks for nobody."""
+        tokens, steps = sum(f.accepted), len(f.accepted)
+        if len(f.versions) != 1 or not steps:
+            return
+        amounts = (1, tokens, steps, tokens**2, steps**2, tokens * steps)
+        for name, amount in zip(JUDGED, amounts, strict=True):
+            self.judged[name].inc(amount)
 
     def rollout(self, result: str, count: int = 1) -> None:
         """Counts what became of rollouts."""

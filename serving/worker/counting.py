@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from adaflash.live import Counters, Load
+from adaflash.live import SUMS, Counters, Load
 from serving.sglang_plugin.telemetry import DECODE
 
 
@@ -16,13 +16,11 @@ def counters(text: str) -> Counters:
         for s in family.samples:
             key = s.name.removeprefix(DECODE), s.labels.get("load", "")
             found[key] = found.get(key, 0.0) + s.value
-    loads = sorted({load for _, load in found if load})
+    loads = {load for _, load in found if load}
     return Counters(
-        tokens=found.get(("tokens_total", ""), 0.0),
-        squares=found.get(("squared_tokens_total", ""), 0.0),
-        steps=found.get(("request_steps_total", ""), 0.0),
+        **{name: found.get((f"{name}_total", ""), 0.0) for name in SUMS},
         loads={
-            load: Load(laps=found.get(("laps_total", load), 0.0), seconds=found.get(("seconds_total", load), 0.0))
-            for load in loads
+            load: Load(**{name: found.get((f"load_{name}_total", load), 0.0) for name in Load.model_fields})
+            for load in sorted(loads)
         },
     )

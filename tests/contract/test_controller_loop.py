@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from adaflash.fleet import ReleasePolicy, State
 from adaflash.keys import Keys
-from adaflash.live import Counters, Load
+from adaflash.live import Counters
 from adaflash.registry import Registry, WorkerEntry
 from adaflash.release import Fenced, Release, read_events
 from serving.gateway import controller as loop
 from serving.gateway.controller import Controller
 from tests.contract.test_release_and_registry import entry
+from tests.unit.test_controller import more as busy
 
 KEYS = Keys("m")
 POLICY = ReleasePolicy(skip_seconds=0, min_steps=100, canary_share=0.4, change_seconds=30)
@@ -41,8 +45,8 @@ class Fleet:
             wanted = state.wanted(n)
             if wanted is not None and e.version != f"v{wanted}":
                 e = e.model_copy(update={"version": f"v{wanted}", "epoch": f"{n}{wanted}", "counters": Counters()})
-            more = Counters(tokens=60 * tau, squares=60 * (tau**2 + 1), steps=60, loads={"4": Load(laps=60, seconds=6)})
-            self.entries[n] = e.model_copy(update={"counters": e.counters + more})
+            more = busy(e.seen(), 60, tau).counters
+            self.entries[n] = e.model_copy(update={"counters": more})
         self.announce()
 
     @property
@@ -68,7 +72,7 @@ def test_a_proposal_goes_from_the_canary_to_the_fleet_and_each_step_is_an_event(
     first(fleet, c)
     fleet.release.propose(2, fleet.release.trainer_lease.hold(30), "better")
     trials = set()
-    for _ in range(20):
+    for _ in range(60):
         c.tick()
         trials.add(c.trial()[0])
         fleet.obey()
@@ -94,7 +98,7 @@ def test_a_controller_that_is_killed_at_any_moment_is_replaced(fleet, dies_after
         two.tick()  # the lease of the dead one still holds
     assert two.state == fleet.release.state()
     fleet.client.delete(KEYS.controller_lease)  # it expires
-    for _ in range(20):
+    for _ in range(60):
         two.tick()
         fleet.obey()
     assert (fleet.running, fleet.release.state().phase) == ({"v2"}, "idle")
@@ -135,6 +139,42 @@ def test_a_redis_that_came_back_empty_is_told_what_the_fleet_runs(fleet):
     s = fleet.release.state()
     assert (s.active, s.known, s.phase) == (5, 5, "idle")
     assert read_events(fleet.client, KEYS)[-1]["because"] == "v5 was proposed already"
+
+
+def test_what_the_fleet_runs_is_written_down_after_a_loss_although_nobody_asks_for_anything(fleet):
+    c = fleet.controller("one")
+    first(fleet, c, 5)
+    fleet.client.flushdb()
+    fleet.announce()
+    c.tick()
+    assert fleet.release.stored().active == 5
+    assert [e["what"] for e in read_events(fleet.client, KEYS)] == ["adopted"]
+
+
+def test_a_command_that_nobody_understands_does_not_keep_the_others_from_being_heard(fleet):
+    c = fleet.controller("one")
+    for body in ('{"verb": "teleport", "version": 3}', "{", "[1]", '{"verb": "pin", "version": 1, "colour": "red"}'):
+        fleet.client.xadd(KEYS.commands, {"c": body})
+    fleet.client.xadd(KEYS.commands, {"other": "field"})
+    fleet.release.ask("pause")
+    c.tick()
+    assert fleet.release.state().paused
+    assert [e["what"] for e in read_events(fleet.client, KEYS)] == ["ignored"] * 5 + ["pause"]
+
+
+def test_a_controller_that_fails_makes_way_for_another(fleet, monkeypatch):
+    monkeypatch.setattr(loop, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(loop, "GIVE_WAY_SECONDS", 0.5)
+    broken, stop = fleet.controller("one"), threading.Event()
+    monkeypatch.setattr(loop, "step", lambda *_: 1 / 0)
+    thread = broken.start(stop)
+    time.sleep(0.2)
+    monkeypatch.undo()
+    monkeypatch.setattr(loop, "TTL_SECONDS", 0.0)
+    fleet.controller("two").tick()
+    assert thread.is_alive()
+    stop.set()
+    thread.join(5)
 
 
 def test_every_command_is_answered_once_although_controllers_change(fleet):

@@ -9,14 +9,29 @@ from adaflash.fleet import Command, Refusal, ReleasePolicy, Seen, State
 from adaflash.live import Counters, Load
 
 POLICY = ReleasePolicy(
-    canary_share=0.3, skip_seconds=5, min_steps=500, failures=2, cooldown_seconds=1000, change_seconds=30
+    canary_share=0.3,
+    skip_seconds=5,
+    min_steps=500,
+    failures=2,
+    cooldown_seconds=1000,
+    change_seconds=30,
+    lone_seconds=10,
 )
 
 
 def more(w: Seen, steps: int, tau: float, seconds: float = 0.1) -> Seen:
-    """The worker after `steps` more steps of one request each; tokens per step spread by 1."""
-    load = Load(laps=steps, seconds=steps * seconds)
-    added = Counters(tokens=steps * tau, squares=steps * (tau**2 + 1), steps=steps, loads={"4": load})
+    """The worker after more requests of ten steps each; half of them a fifth better than `tau`, half a fifth worse."""
+    n = steps / 10
+    load = Load(laps=steps, seconds=steps * seconds, tokens=steps * tau)
+    added = Counters(
+        requests=n,
+        tokens=steps * tau,
+        steps=steps,
+        tokens_squared=n * (10 * tau) ** 2 * 1.04,
+        steps_squared=n * 100,
+        tokens_steps=n * 100 * tau,
+        loads={"4": load},
+    )
     return w.model_copy(update={"counters": w.counters + added})
 
 
@@ -108,7 +123,7 @@ def test_a_bad_version_comes_back_from_the_canary_with_the_reason_and_is_not_tri
     assert fleet.state.active == 4
 
 
-def test_a_clearly_bad_version_is_stopped_long_before_the_minimum_of_steps():
+def test_a_clearly_bad_version_is_stopped_before_the_minimum_of_steps():
     f = Fleet(3, {1: 3.0, 2: 1.0})
     f.ask("propose", 1)
     f.run(5)
@@ -128,6 +143,41 @@ def test_a_single_worker_takes_what_the_gate_let_through():
     f.run(5)
     assert (f.state.active, f.running) == (2, {2})
     assert "the gate decided" in f.happened("rolling")[0]["why"]
+
+
+def test_a_worker_that_is_alone_for_a_moment_takes_nothing_unseen():
+    """The other one restarts: draining, away, back."""
+    f = Fleet(2, {1: 2.0, 2: 1.0})
+    f.ask("propose", 1)
+    f.run(5)
+    f.change("w1", leaving=True, ready=False)
+    f.ask("propose", 2)
+    f.run(5)
+    gone = f.workers.pop("w1")
+    f.run(int(POLICY.lone_seconds) - 3)
+    f.workers["w1"] = gone.model_copy(update={"leaving": False, "ready": True, "started": "again"})
+    f.run()
+    assert (f.state.active, f.state.rejected) == (1, (2,))
+    assert all("tau" in e for e in f.happened("rolling"))
+
+
+def test_a_lone_worker_that_gets_company_in_the_middle_is_on_trial():
+    f = Fleet(1, {1: 2.0, 2: 1.0})
+    f.ask("propose", 1)
+    f.run(20)
+    f.ask("propose", 2)
+    f.workers["w1"] = Seen(version=1, started="w1-0")
+    f.run()
+    assert (f.state.active, f.state.rejected) == (1, (2,))
+
+
+def test_a_worker_that_is_behind_does_not_make_a_candidate_look_good(fleet):
+    fleet.tau |= {0: 1.0, 6: 1.5}
+    fleet.stuck = {"w2"}
+    fleet.change("w2", version=0)  # it runs something old and bad
+    fleet.ask("propose", 6)
+    fleet.run()
+    assert fleet.state.rejected == (6,)
 
 
 def test_a_canary_whose_rest_is_gone_is_not_rolled_out_unseen(fleet):
@@ -186,6 +236,56 @@ def test_a_candidate_that_harms_its_worker_is_taken_back(fleet, how):
     assert fleet.state.phase == "idle"
 
 
+def test_a_swap_that_ended_while_nobody_looked_is_no_failure(fleet):
+    fleet.ask("propose", 2)
+    fleet.tick()
+    fleet.obey()
+    fleet.now += 10 * POLICY.change_seconds
+    fleet.run()
+    assert fleet.state.active == 2
+
+
+def test_a_version_that_could_not_be_brought_is_tried_again_later(fleet):
+    fleet.stuck = {"w0", "w1", "w2"}
+    fleet.ask("propose", 2)
+    fleet.run(2)
+    (canary,) = fleet.state.moved
+    fleet.change(canary, refused=Refusal(version=2, attempt=fleet.state.attempt, why="no answer", fault=False))
+    fleet.run(3)
+    s = fleet.state
+    assert (s.phase, s.waiting, s.rejected, s.failures) == ("idle", 2, (), 0)
+    fleet.stuck.clear()
+    fleet.run(5)
+    assert fleet.state.phase == "idle", "it has to wait"
+    fleet.run(100)
+    assert fleet.state.active == 2
+
+
+def test_an_operators_choice_that_ends_its_workers_is_taken_back_at_the_second(fleet):
+    fleet.workers |= {f"w{k}": Seen(version=1, started=f"w{k}-0") for k in (3, 4)}
+    fleet.ask("promote", 2)
+    ended = []
+    for _ in range(60):
+        fleet.run(1)
+        for i, w in list(fleet.workers.items()):
+            if w.version == 2:
+                ended.append(i)
+                del fleet.workers[i]
+    assert len(ended) == 2
+    assert (fleet.state.active, fleet.running) == (1, {1})
+    assert "2 workers ended with v2" in fleet.happened("rolled_back")[0]["why"]
+
+
+def test_the_rollout_waits_for_workers_that_are_not_ready(fleet):
+    fleet.change("w2", ready=False)
+    fleet.ask("promote", 2)
+    fleet.run(10)
+    assert fleet.state.phase == "rolling"
+    fleet.change("w2", ready=True)
+    fleet.run(5)
+    assert (fleet.state.active, fleet.running) == (2, {2})
+
+
 def test_a_canary_that_drains_is_replaced_without_blame(fleet):
     fleet.ask("propose", 2)
     fleet.run(4)
@@ -224,7 +324,7 @@ def test_failures_in_a_row_start_a_cooldown_that_ends(fleet):
     fleet.run()
     assert (fleet.state.phase, fleet.state.waiting) == ("idle", 8)
     fleet.now += POLICY.cooldown_seconds
-    fleet.run()
+    fleet.run(150)
     assert fleet.state.active == 8
 
 
@@ -316,6 +416,15 @@ def test_pause_stops_what_goes_forward_and_nothing_that_goes_back(fleet):
     assert fleet.running == {2}
 
 
+def test_a_rollback_goes_on_while_releases_are_paused(fleet):
+    fleet.ask("propose", 2)
+    fleet.run()
+    fleet.ask("pause")
+    fleet.ask("rollback")
+    fleet.run(10, busy=False)
+    assert (fleet.state.active, fleet.running) == (1, {1})
+
+
 def test_commands_that_make_no_sense_are_events_that_say_why(fleet):
     for verb in ("promote", "reject", "unpin", "resume", "rollback"):
         fleet.ask(verb)
@@ -354,6 +463,8 @@ def test_with_no_worker_up_an_operators_choice_is_what_they_start_with(fleet):
 
 
 def test_a_lost_state_is_taken_from_what_most_workers_run():
+    tied = adopt({"a": Seen(version=3), "b": Seen(version=4)})
+    assert (tied.active, tied.known) == (3, 4), "the higher one may be an unjudged candidate"
     workers = {f"w{k}": Seen(version=v) for k, v in enumerate((3, 3, 4, None))}
     assert (adopt(workers).active, adopt(workers).known) == (3, 4)
     assert adopt({"w": Seen(version=None)}) == State()

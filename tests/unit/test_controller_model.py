@@ -11,13 +11,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from adaflash.controller import step
+from adaflash.controller import renewed, step
 from adaflash.fleet import Command, Refusal, ReleasePolicy, Seen, State
 from adaflash.live import Counters
 from tests.unit.test_controller import more
 
 POLICY = ReleasePolicy(
-    canary_share=0.4, skip_seconds=5, min_steps=300, failures=2, cooldown_seconds=200, change_seconds=60
+    canary_share=0.4,
+    skip_seconds=5,
+    min_steps=300,
+    failures=2,
+    cooldown_seconds=200,
+    change_seconds=60,
+    canary_seconds=600,
 )
 BAD = {3, 6, 9, 12}  # acceptance too low
 BROKEN = {4, 8}  # no worker can take them
@@ -38,6 +44,8 @@ class World(RuleBasedStateMachine):
         self.stuck: set[str] = set()
         self.reads: dict[int, tuple[State, dict[str, Seen], list[Command]]] = {}
         self.chosen: set[int] = set()  # by an operator
+        self.passed: set[int] = set()  # compared with the rest
+        self.alone = False  # there was a single capable worker once
         self.events: list[dict] = []
         self.processes = 0
 
@@ -126,6 +134,14 @@ class World(RuleBasedStateMachine):
             self.swapping = (i, wanted, attempt)
             self.workers[i] = w.model_copy(update={"ready": False})
 
+    @rule()
+    def nobody_looks(self) -> None:
+        """Every controller is away for a while; the next one knows that."""
+        self.reads.clear()
+        self.now += 500
+        state = renewed(self.store, self.now)
+        self.store = state.but(revision=state.revision + 1)
+
     @rule(pick=st.integers(0, WORKERS - 1))
     def get_stuck(self, pick: int) -> None:
         if f"w{pick}" in self.workers:
@@ -169,6 +185,10 @@ class World(RuleBasedStateMachine):
         assert sum(self.workers[i].version != s.candidate for i in told) <= 1, s
 
     @invariant()
+    def _company(self) -> None:
+        self.alone = self.alone or sum(w.capable for w in self.workers.values()) <= 1
+
+    @invariant()
     def a_candidate_exists_exactly_while_something_moves(self) -> None:
         s = self.store
         assert (s.candidate is None) == (s.phase == "idle")
@@ -182,7 +202,9 @@ class World(RuleBasedStateMachine):
         for e in self.events:
             if e["what"] == "promoted" and e.get("origin") == "trainer":
                 assert e["to"] not in BROKEN | DEADLY or e["to"] in self.chosen, e
+                assert e["to"] in self.chosen | self.passed or self.alone, e
             if e["what"] == "rolling" and "tau" in e:
+                self.passed.add(e["to"])
                 assert e["to"] not in BAD or e["tau_rest"] <= 1.1 / (1 - POLICY.tau_loss), e  # the rest is bad too
 
     @invariant()
