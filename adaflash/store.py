@@ -38,6 +38,10 @@ CLAIM = "claim"  # an object of a remote version that holds its number
 TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 3}}
 
 
+class StoreUnavailable(VersionError):
+    """The store did not answer or refused; it says nothing about the version."""
+
+
 def open_store(where: str | Path) -> VersionStore:
     """The store at a path or an fsspec URL. Raises VersionError in one line."""
     text = str(where).removeprefix("file://")
@@ -264,4 +268,4 @@ class RemoteStore(VersionStore):
             raise VersionError(f"version store {self.where}: not found: {error}") from None
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
-            raise VersionError(f"version store {self.where}: {type(error).__name__}: {first}") from error
+            raise StoreUnavailable(f"version store {self.where}: {type(error).__name__}: {first}") from error

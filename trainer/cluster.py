@@ -14,6 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from redis.exceptions import RedisError
 
 from adaflash.target import target_shape
+from adaflash.versions import VersionError
 from trainer.config import TrainerConfig
 from trainer.gate import Verdict
 from trainer.learner import Learner
@@ -98,7 +99,7 @@ class Actors:
         try:
             return ray.get(call)
         except RayTaskError as error:
-            if isinstance(error.cause, RedisError):
+            if isinstance(error.cause, RedisError | VersionError):  # what it used may come back; the learner is sound
                 raise error.cause from error
             raise RoundFailed(f"{type(error.cause).__name__}: {error.cause}") from error
         except RayError as error:
@@ -149,6 +150,6 @@ class Actors:
         self._call(self._learner.follow, active)
         self.active = active
 
-    def publish(self, verdict: Verdict, training: dict[str, float]) -> int:
+    def publish(self, verdict: Verdict, training: dict[str, float], known: int) -> int:
         """See Learner.publish."""
-        return int(self._call(self._learner.publish, verdict, training))
+        return int(self._call(self._learner.publish, verdict, training, known))

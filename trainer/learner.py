@@ -132,8 +132,9 @@ class Learner:
             self.active_number = active
             self._active_steps.clear()
 
-    def publish(self, verdict: Verdict, training: dict[str, Any]) -> int:
-        """Writes the candidate as the next version; returns its number."""
+    def publish(self, verdict: Verdict, training: dict[str, Any], known: int) -> int:
+        """Writes the candidate as the next version; returns its number. `known`: the highest the fleet has heard of."""
+        newest = max(self.store.numbers(), default=-1)
         manifest = self.store.publish(
             self.distiller.averaged,
             self.dtype,
@@ -141,6 +142,8 @@ class Learner:
             parent=self.active_number,
             training=training | {"rounds": self.rounds, "optimizer_steps": self.distiller.steps},
             gate=verdict.report(),
+            # Where the store was emptied, its numbers must not be used for other contents.
+            number=None if newest >= known else known + 1,
         )
         return manifest.number
 

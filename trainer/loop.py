@@ -19,7 +19,7 @@ from adaflash.connect import connect, require
 from adaflash.errors import UserError
 from adaflash.keys import Keys
 from adaflash.registry import Registry
-from adaflash.release import Fenced, Release
+from adaflash.release import Fenced, ForeignState, Release
 from adaflash.store import VersionStore, open_store
 from adaflash.target import target_shape
 from adaflash.versions import VersionError, label, target_fingerprint
@@ -77,7 +77,7 @@ def run(config: TrainerConfig) -> None:
                     logger.error("giving up on the last round: %d rollouts discarded", actors.discard())
                 one_round(config, actors, release, stop)
                 failures = 0
-            except (RedisError, VersionError) as error:
+            except (RedisError, VersionError, ForeignState) as error:
                 logger.warning("%s: %s; trying again", type(error).__name__, error)
                 stop.wait(RETRY_SECONDS)
             except (cluster.ActorLost, cluster.RoundFailed) as error:
@@ -117,7 +117,7 @@ def one_round(config: TrainerConfig, actors: cluster.Actors, release: Release, s
         verdict.why,
     )
     if verdict.promote:
-        number = actors.publish(verdict, means)
+        number = actors.publish(verdict, means, release.state().known)
         release.propose(number, release.trainer_lease.hold(LEASE_SECONDS), verdict.why)
         status.PROPOSED.set(number)
         prune(config, release)
@@ -142,7 +142,8 @@ def follow_fleet(config: TrainerConfig, actors: cluster.Actors, release: Release
     state, known = release.state(), open_store(config.versions).numbers()
     if state.active is not None and state.active in known and state.active != actors.active:
         actors.follow(state.active)
-    if known and known[-1] > state.known and known[-1] != state.active:
+    queued = [c.version for c in release.commands(state.applied) if c.verb == "propose"]
+    if known and known[-1] > state.known and known[-1] != state.active and known[-1] not in queued:
         release.propose(known[-1], release.trainer_lease.hold(LEASE_SECONDS), "published, but not known to the fleet")
 
 

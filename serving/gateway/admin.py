@@ -14,17 +14,20 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from redis.exceptions import RedisError
 
+from adaflash.errors import one_line
 from adaflash.registry import Registry
 from adaflash.release import Release, read_events
 from adaflash.report import Outcome, outcome, overview
+from serving.gateway.body import read_body
 from serving.gateway.config import GatewayConfig
 from serving.gateway.errors import ApiError
 
 ANSWER_SECONDS = 5.0
 POLL_SECONDS = 0.25
+FOLLOW_SECONDS = 60.0  # then the client asks for what follows its last id; an endless answer would hold up a shutdown
 OperatorVerb = Literal["promote", "reject", "rollback", "pin", "unpin", "pause", "resume"]
 
 
@@ -62,7 +65,8 @@ def router(config: GatewayConfig, release: Release, registry: Registry) -> APIRo
         return StreamingResponse(_lines(release, first, after, follow), media_type="application/x-ndjson")
 
     @routes.post("/{verb}")
-    async def order(verb: OperatorVerb, body: Order) -> dict[str, Any]:
+    async def order(verb: OperatorVerb, request: Request) -> dict[str, Any]:
+        body = await _order(config, request)  # after the key was checked, and no longer than allowed
         asking = Release(release.redis, release.keys, body.who)
         sent = await _redis(asking.ask, verb, body.version, body.why)
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -78,6 +82,13 @@ def router(config: GatewayConfig, release: Release, registry: Registry) -> APIRo
     return routes
 
 
+async def _order(config: GatewayConfig, request: Request) -> Order:
+    try:
+        return Order.model_validate_json(await read_body(config, request) or b"{}")
+    except ValidationError as error:
+        raise ApiError(422, "invalid_request", one_line(error)) from None
+
+
 async def _redis(function: Any, *arguments: Any) -> Any:
     try:
         return await asyncio.to_thread(function, *arguments)
@@ -86,13 +97,13 @@ async def _redis(function: Any, *arguments: Any) -> Any:
 
 
 async def _lines(release: Release, first: list[dict[str, Any]], after: str, follow: bool) -> AsyncIterator[str]:
-    """Events as JSON lines; with `follow` for ever, an empty line a second while nothing happens."""
-    found = first
+    """Events as JSON lines; with `follow` for a while, an empty line a second while nothing happens."""
+    found, until = first, time.monotonic() + FOLLOW_SECONDS
     while True:
         for event in found:
             after = event["id"]
             yield json.dumps(event) + "\n"
-        if not follow:
+        if not follow or time.monotonic() > until:
             return
         if not found:
             yield "\n"  # a client that is gone is noticed here

@@ -25,6 +25,7 @@ from adaflash.keys import Keys
 from adaflash.registry import Registry
 from adaflash.release import Release
 from serving.gateway import admin
+from serving.gateway.body import read_body
 from serving.gateway.config import GatewayConfig
 from serving.gateway.controller import Controller
 from serving.gateway.errors import ApiError, reshape
@@ -132,19 +133,6 @@ def authenticate(config: GatewayConfig, request: Request) -> str:
     if scheme.lower() != "bearer" or not known:
         raise ApiError(401, "invalid_api_key", "missing or unknown API key; send it as 'Authorization: Bearer <key>'")
     return hashlib.sha256(known[0].encode()).hexdigest()[:12]
-
-
-async def read_body(config: GatewayConfig, request: Request) -> bytes:
-    """The whole body, refused with 413 as soon as it is known to be too long."""
-    too_long = ApiError(413, "request_too_large", f"the body is longer than {config.max_body_bytes} bytes")
-    if int(request.headers.get("content-length") or 0) > config.max_body_bytes:
-        raise too_long
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > config.max_body_bytes:
-            raise too_long
-    return bytes(body)
 
 
 def tag(body: bytes, tenant: str, request: Request) -> bytes:

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 import uuid
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,23 @@ from redis.exceptions import RedisError
 from adaflash.connect import require
 from adaflash.errors import UserError
 from adaflash.fleet import Refusal
+from adaflash.fleet import State as ReleaseState
 from adaflash.keys import Keys
-from adaflash.live import Counters
 from adaflash.registry import Registry, State, WorkerEntry
 from adaflash.release import ForeignState, Release
-from adaflash.store import open_store
-from adaflash.versions import label, target_fingerprint
+from adaflash.store import StoreUnavailable, open_store
+from adaflash.versions import Manifest, label, target_fingerprint
 from serving.ops import serve_ops
 from serving.ports import require_free
 from serving.worker import launch, proof
 from serving.worker.client import Engine, EngineError
 from serving.worker.config import WorkerConfig
-from serving.worker.counting import counters
-from serving.worker.swap import EngineBroken, SwapError, Swapper, stage
+from serving.worker.pulse import HEARTBEAT_SECONDS, Counting, Pulse
+from serving.worker.swap import EngineBroken, SwapError, SwapFailed, Swapper, stage
 from serving.worker.turn import SwapLock
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 2.0
 FAILED_SECONDS = 5.0  # for an engine that cannot finish anything any more
 RETRY_SECONDS = 30.0  # before a version that failed to stage or swap is tried again
 TURN_SECONDS = 0.2  # between two looks whether another worker still stands still
@@ -69,9 +69,7 @@ class Agent:
         self.version, self.checksum = "", ""
         self._failed: dict[tuple[int, int], float] = {}  # version and the controller's attempt
         self.refused: Refusal | None = None
-        self.started = self.epoch = uuid.uuid4().hex[:12]
-        self.counters = Counters()
-        self._counted_from, self._count_afresh = Counters(), False
+        self.started = uuid.uuid4().hex[:12]
         self._schedulers: set[int] = set()
 
     def run(self) -> None:
@@ -100,8 +98,9 @@ class Agent:
             launch.note_missing_head(c, self.drafter)
             self.engine = Engine(c.url, c.admin_key, c.swap_seconds)
             self.process = launch.start(c, self.drafter, self.target, self.run_dir, self.stage_dir)
-            heartbeat = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
-            heartbeat.start()
+            self.counting = Counting(self.engine)
+            self.pulse = Pulse(self.registry, self.turn, self.counting, self._entry)
+            self.pulse.start()
             try:
                 self._wait_until_up()
                 self.checksum = proof.prove(self.engine, self.run_dir, self.drafter)
@@ -121,7 +120,11 @@ class Agent:
         VERSION.set(-1)
         if c.route == "none":
             return None
-        state = self.release.state()
+        try:
+            state = self.release.state()
+        except (RedisError, ForeignState) as error:
+            logger.error("the release state cannot be read: %s", error)
+            state = ReleaseState()
         wanted = state.wanted(c.worker_id)
         if wanted is not None:
             try:
@@ -129,7 +132,7 @@ class Agent:
                 config = launch.check_drafter(c.model, directory)
             except (UserError, OSError) as error:
                 logger.error("the released version cannot be served: %s", error)
-                self._refuse(wanted, state.attempt, str(error))
+                self._refuse(wanted, state.attempt, error)
             else:
                 self.version = manifest.label
                 VERSION.set(wanted)
@@ -153,6 +156,12 @@ class Agent:
             if self.stop.wait(0.5):
                 raise WorkerFailed("stopped while starting")
 
+    def _require_engine(self) -> None:
+        if self.process.poll() is not None:
+            self._become("failed", "SGLang ended")  # not draining: nobody asked it to go
+            raise WorkerFailed(f"SGLang ended with exit code {self.process.returncode}")
+        self._require_scheduler()
+
     def _require_scheduler(self) -> None:
         if launch.scheduler_lost(self.process, self._schedulers):
             self._become("failed", "SGLang's scheduler ended")
@@ -161,9 +170,7 @@ class Agent:
     def _follow(self, swapper: Swapper) -> None:
         """Until SIGTERM: swap whenever the released version is not the one that runs."""
         while not self.stop.wait(1.0):
-            if self.process.poll() is not None:
-                raise WorkerFailed(f"SGLang ended with exit code {self.process.returncode}")
-            self._require_scheduler()
+            self._require_engine()
             wanted = self._wanted()
             if wanted is None:
                 continue
@@ -188,6 +195,7 @@ class Agent:
     def _my_turn(self, wanted: tuple[int, int]) -> bool:
         """Waits until no other worker stands still; False if something else is wanted by then, or Redis is away."""
         while not self.stop.is_set() and self._wanted() == wanted:
+            self._require_engine()
             try:
                 if self.turn.take():
                     return True
@@ -197,21 +205,42 @@ class Agent:
             self.stop.wait(TURN_SECONDS)
         return False
 
+    def _staged(self, number: int) -> tuple[Path, Manifest] | None:
+        """Stages in a thread, so that a slow store hides neither SIGTERM nor the end of the engine; None if stopped."""
+        assert self.drafter is not None
+        arguments = (self.store, number, self.stage_dir, self.target, self.drafter.config)
+        staging: Future[tuple[Path, Manifest]] = Future()
+
+        def work() -> None:
+            try:
+                staging.set_result(stage(*arguments))
+            except Exception as error:
+                staging.set_exception(error)
+
+        threading.Thread(target=work, name="stage", daemon=True).start()
+        deadline = time.monotonic() + self.config.stage_seconds
+        while not staging.done():
+            if self.stop.wait(TURN_SECONDS):
+                return None
+            self._require_engine()
+            if time.monotonic() > deadline:
+                raise StoreUnavailable(f"{label(number)} was not copied within {self.config.stage_seconds:.0f} s")
+        return staging.result()
+
     def _swap(self, swapper: Swapper, number: int, attempt: int) -> None:
         """Stages and proves the version while requests run; then, alone in the fleet, pauses and loads it."""
-        assert self.drafter is not None
         before = self.version
         try:
-            directory, manifest = stage(self.store, number, self.stage_dir, self.target, self.drafter.config)
-            if not self._my_turn((number, attempt)):
+            staged = self._staged(number)
+            if staged is None or not self._my_turn((number, attempt)):
                 return
             self._become("swapping")
-            done = swapper.swap(directory, manifest.label)
+            done = swapper.swap(staged[0], staged[1].label)
         except (UserError, SwapError, OSError) as error:
             self._failed[number, attempt] = time.monotonic()
             SWAPS.labels("refused").inc()
             logger.error("swap to %s refused, %s stays: %s", label(number), before, error)
-            self._refuse(number, attempt, str(error))
+            self._refuse(number, attempt, error)
             self._become("ready", f"swap to {label(number)} refused: {error}")
             self._record("swap_refused", to=number, reason=str(error))
         except EngineBroken as error:
@@ -221,7 +250,7 @@ class Agent:
             raise WorkerFailed(str(error)) from error
         else:
             self.version, self.checksum, self.refused = done.label, done.checksum, None
-            self._count(afresh=True)
+            self.counting.afresh()
             VERSION.set(number)
             SWAPS.labels("done").inc()
             SWAP_PAUSE.observe(done.pause_seconds)
@@ -238,20 +267,9 @@ class Agent:
         except RedisError as error:
             logger.warning("swap lock not given back, it expires by itself: %s", error)
 
-    def _refuse(self, number: int, attempt: int, why: str) -> None:
-        self.refused = Refusal(version=number, attempt=attempt, why=why[:200])
-
-    def _count(self, afresh: bool = False) -> None:
-        """Reads the engine's counters; `afresh`: a new version has just begun to run."""
-        self._count_afresh = self._count_afresh or afresh
-        try:
-            total = counters(self.engine.metrics())
-        except EngineError as error:
-            logger.warning("the engine's counters could not be read: %s", error)
-            return
-        if self._count_afresh:
-            self._counted_from, self.epoch, self._count_afresh = total, uuid.uuid4().hex[:12], False
-        self.counters = total - self._counted_from
+    def _refuse(self, number: int, attempt: int, error: Exception) -> None:
+        fault = not isinstance(error, StoreUnavailable | OSError | SwapFailed)
+        self.refused = Refusal(version=number, attempt=attempt, why=str(error)[:200], fault=fault)
 
     def _forget_stages(self, keep: int) -> None:
         import shutil
@@ -262,22 +280,12 @@ class Agent:
 
     def _become(self, state: State, reason: str = "") -> None:
         self.state, self.reason = state, reason
-        self._announce()
+        self.pulse.announce()
 
-    def _heartbeat(self) -> None:
-        while True:
-            if self.state == "ready":
-                self._count()
-            self._announce()
-            try:
-                self.turn.renew()
-            except RedisError as error:
-                logger.warning("swap lock not renewed: %s", error)
-            time.sleep(HEARTBEAT_SECONDS)
-
-    def _announce(self) -> None:
-        c = self.config
-        entry = WorkerEntry(
+    def _entry(self) -> WorkerEntry:
+        """What the registry says about this worker."""
+        c, (epoch, counters) = self.config, self.counting.shown
+        return WorkerEntry(
             id=c.worker_id,
             url=c.advertise_url or c.url,
             model=c.served_name,
@@ -288,14 +296,10 @@ class Agent:
             reason=self.reason,
             capable=self.drafter is not None,
             started=self.started,
-            epoch=self.epoch,
+            epoch=epoch,
             refused=self.refused,
-            counters=self.counters,
+            counters=counters,
         )
-        try:
-            self.registry.announce(entry)
-        except RedisError as error:
-            logger.warning("heartbeat not written: %s", error)
 
     def _record(self, what: str, **details: Any) -> None:
         try:
@@ -312,7 +316,6 @@ class Agent:
             patience = self.config.drain_seconds if self.state != "failed" else FAILED_SECONDS
             if not launch.end(self.process, patience):
                 logger.warning("the engine had not ended after %.0f s and was killed", patience)
-        try:
-            self.registry.withdraw(self.config.worker_id)
-        except RedisError as error:
-            logger.warning("worker entry not withdrawn, it expires by itself: %s", error)
+        # The last entry expires by itself: who looks in the next seconds learns whether it left or failed.
+        self.pulse.stop()
+        self.pulse.announce()

@@ -13,6 +13,8 @@ import torch
 
 from serving.sglang_plugin import loader
 
+METRICS_SECONDS = 2.0
+
 
 class EngineError(RuntimeError):
     """The engine refused a call or did not answer in time."""
@@ -75,7 +77,7 @@ class Engine:
     def metrics(self) -> str:
         """The engine's metrics in Prometheus' text format."""
         try:
-            answer = self._http.get("/metrics")
+            answer = self._http.get("/metrics", timeout=METRICS_SECONDS)
         except httpx.HTTPError as error:
             raise EngineError(f"/metrics: {type(error).__name__}") from error
         if answer.status_code != 200:

@@ -63,6 +63,7 @@ class WorkerConfig(ProcessConfig):
     engine_args: list[str] = Field(default_factory=list, description="further SGLang arguments, passed on as they are")
     start_seconds: float = Field(600, gt=0, description="give up on the engine after this")
     drain_seconds: float = Field(120, gt=0, description="time for running requests on SIGTERM")
+    stage_seconds: float = Field(600, gt=0, description="deadline for copying and proving a version")
     swap_seconds: float = Field(60, gt=0, description="deadline of each step of a swap")
 
     @model_validator(mode="after")

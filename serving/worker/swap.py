@@ -26,6 +26,10 @@ class SwapError(RuntimeError):
     """The swap did not happen and the previous drafter still runs; the message is the reason."""
 
 
+class SwapFailed(SwapError):
+    """The engine did not do its part; the version may be sound."""
+
+
 class EngineBroken(RuntimeError):
     """The engine could not be brought back to a known state and has to be restarted."""
 
@@ -66,7 +70,7 @@ class Swapper:
             self._begin()
             checksum = self._load(swap_id, directory, new_label)
         except EngineError as error:
-            raise SwapError(str(error)) from error
+            raise SwapFailed(str(error)) from error
         finally:
             self._resume()
             pause = time.monotonic() - paused_at

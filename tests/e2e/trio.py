@@ -199,7 +199,7 @@ class Truth(threading.Thread):
                 except (httpx.HTTPError, ValueError, KeyError):
                     continue
                 after = self.trio.entries().get(name)
-                settled = after is not None and entry.state == after.state == "ready" and entry.epoch == after.epoch
+                settled = after is not None and entry.state == after.state == "ready" and entry.version == after.version
                 if settled:
                     self.checked += 1
                     if entry.version != found[name]:

@@ -107,9 +107,10 @@ def test_the_gate_compares_its_replay_with_what_workers_counted(make):
 def test_the_baseline_follows_the_fleet_and_publishing_does_not_move_it(make):
     learner = make()
     learner.train(walks(20))
-    number = learner.publish(learner.evaluate(), {})
+    number = learner.publish(learner.evaluate(), {}, -1)
     assert (number, learner.active_number) == (1, 0)
     learner.follow(1)
     assert learner.active_number == 1
+    assert learner.publish(learner.evaluate(), {}, 57) == 58, "the fleet has heard of numbers that this store has not"
     new = learner.store.local(1)
     assert torch.equal(next(learner.active.parameters()), next(load_drafter(new).parameters()))
