@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from adaflash.fleet import Command, Event, Mark, ReleasePolicy, Seen, State, Workers
 from adaflash.live import Comparison, Counters, compare
-from adaflash.verbs import obey, take_back
+from adaflash.verbs import obey, reject, take_back
 from adaflash.versions import label
 
 
@@ -29,7 +29,7 @@ def step(
         s = _check_moved(s, now, workers, policy, events)
     match s.phase:
         case "idle":
-            s = _idle(s, now, usable, policy, events)
+            s = _idle(_watch(s, now, workers, events), now, usable, policy, events)
         case "canary":
             s = _canary(s, now, usable, policy, events)
         case "rolling":
@@ -59,6 +59,21 @@ def _note_company(s: State, now: float, workers: Workers) -> State:
     if alone == (s.alone_since is not None):
         return s
     return s.but(alone_since=now if alone else None)
+
+
+def _watch(s: State, now: float, workers: Workers, events: list[Event]) -> State:
+    """A version that passed its trial and then ends workers goes back at once: they may never be ready with it."""
+    if not s.watched or s.active is None:
+        return s
+    if s.previous is None or s.pinned == s.active or now > s.watch_until:
+        return s.but(watched={})
+    left = {i: started for i, started in s.watched.items() if not (i in workers and workers[i].leaving)}
+    ended = [i for i, started in left.items() if i not in workers or workers[i].failed or workers[i].started != started]
+    if not ended or len(ended) < min(2, len(left)):
+        return s if left == s.watched else s.but(watched=left)
+    why = f"workers {', '.join(sorted(ended))} ended soon after they took it"
+    events.append({"what": "rolled_back", "from": s.active, "to": s.previous, "why": why})
+    return reject(s, s.active).but(active=s.previous, previous=None, watched={})
 
 
 def _idle(s: State, now: float, usable: Workers, policy: ReleasePolicy, events: list[Event]) -> State:
@@ -205,6 +220,8 @@ def _rolling(s: State, now: float, usable: Workers, policy: ReleasePolicy, event
         phase="idle",
         previous=_previous(s, s.origin),
         active=s.candidate,
+        watched={i: usable[i].started for i in s.moved if i in usable},
+        watch_until=now + policy.watch_seconds,
         candidate=None,
         moved={},
         excused=(),

@@ -70,6 +70,9 @@ class ReleasePolicy(CanaryPolicy):
         60, ge=0, description="a worker that was the only one for so long takes candidates without a canary"
     )
     change_seconds: float = Field(180, gt=0, description="a worker that has not changed after this has failed to")
+    watch_seconds: float = Field(
+        600, ge=0, description="workers that end so soon after a version reached them all send it back"
+    )
     failures: int = Field(3, gt=0, description="failed candidates in a row that start a cool-down")
     cooldown_seconds: float = Field(1800, ge=0, description="no candidate is tried for this long")
 
@@ -97,6 +100,8 @@ class State(Frozen):
     rejected: tuple[int, ...] = ()
     failures: int = 0
     cooldown_until: float = 0.0
+    watched: Mapping[str, str] = Field(default={})  # workers that took the active version, with their processes
+    watch_until: float = 0.0
 
     phase: Phase = "idle"
     candidate: int | None = None

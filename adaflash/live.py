@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from adaflash.config import Section
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)  # upper bounds of the load classes, the last one open
-LEAST_REQUESTS = 20  # finished requests that either side needs before anything is said
-EARLY_SIGMAS = 5.0  # a clear failure ends a canary early; asked again every second, so it has to be very clear
+LEAST_REQUESTS = 20  # finished requests that either side needs for a verdict
+EARLY_REQUESTS = 3  # of the canary, for a failure so clear that every further request would be one too many
+EARLY_SIGMAS = 5.0  # asked again every second
 LEAST_LAPS = 20  # engine steps of a load class that either side needs for a comparison of speed
 
 
@@ -114,13 +115,13 @@ def compare(canary: Counters, rest: Counters, policy: CanaryPolicy) -> Compariso
     def verdict(outcome: Literal["good", "bad", "open"], why: str) -> Comparison:
         return Comparison(outcome=outcome, why=why, tau=canary.tau, tau_rest=rest.tau, speed=speed)
 
+    least, fewest = rest.tau * (1 - policy.tau_loss), min(canary.steps, rest.steps)
+    worse = f"acceptance length {canary.tau:.2f} on the canary, {rest.tau:.2f} on the rest"
+    if clearly_below(canary, rest, least):
+        return verdict("bad", worse)
     if min(canary.requests, rest.requests) < LEAST_REQUESTS:
         return verdict("open", f"{min(canary.requests, rest.requests):.0f} of {LEAST_REQUESTS} requests")
-    least, fewest = rest.tau * (1 - policy.tau_loss), min(canary.steps, rest.steps)
     sigma = math.sqrt(canary.variance + rest.variance * (1 - policy.tau_loss) ** 2)
-    worse = f"acceptance length {canary.tau:.2f} on the canary, {rest.tau:.2f} on the rest"
-    if canary.tau + EARLY_SIGMAS * sigma < least:
-        return verdict("bad", worse)
     if fewest < policy.min_steps:
         return verdict("open", f"{fewest:.0f} of {policy.min_steps} steps")
     if sigma > policy.tau_loss * rest.tau / 2:
@@ -130,6 +131,14 @@ def compare(canary: Counters, rest: Counters, policy: CanaryPolicy) -> Compariso
     if speed is not None and speed < 1 - policy.speed_loss:
         return verdict("bad", f"{speed:.2f} times the tokens per second of the rest at the same load")
     return verdict("good", "as good as the rest on live traffic")
+
+
+def clearly_below(canary: Counters, rest: Counters, least: float) -> bool:
+    """True if a few requests of the canary are beyond doubt. Their own spread says little, so the rest's counts."""
+    if canary.requests < EARLY_REQUESTS or rest.requests < LEAST_REQUESTS:
+        return False
+    spread = max(canary.variance, rest.variance * rest.requests / canary.requests)
+    return canary.tau + EARLY_SIGMAS * math.sqrt(spread + rest.variance) < least
 
 
 def relative_speed(canary: Counters, rest: Counters) -> float | None:

@@ -67,13 +67,6 @@ class Registry:
             p.sadd(self.keys.workers, entry.id)
             p.execute()
 
-    def withdraw(self, worker_id: str) -> None:
-        """Removes an entry at once."""
-        with self.redis.pipeline(transaction=False) as p:
-            p.delete(self.keys.worker(worker_id))
-            p.srem(self.keys.workers, worker_id)
-            p.execute()
-
     def live(self) -> list[WorkerEntry]:
         """All entries that have not expired, by id; forgets the ids of those that have."""
         members: Any = self.redis.smembers(self.keys.workers)

@@ -11,7 +11,6 @@ import tempfile
 import threading
 import time
 import uuid
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,14 @@ from adaflash.keys import Keys
 from adaflash.registry import Registry, State, WorkerEntry
 from adaflash.release import ForeignState, Release
 from adaflash.store import StoreUnavailable, open_store
-from adaflash.versions import Manifest, label, target_fingerprint
+from adaflash.versions import label, target_fingerprint
 from serving.ops import serve_ops
 from serving.ports import require_free
 from serving.worker import launch, proof
 from serving.worker.client import Engine, EngineError
 from serving.worker.config import WorkerConfig
 from serving.worker.pulse import HEARTBEAT_SECONDS, Counting, Pulse
-from serving.worker.swap import EngineBroken, SwapError, SwapFailed, Swapper, stage
+from serving.worker.swap import EngineBroken, SwapError, SwapFailed, Swapper, stage, stage_beside
 from serving.worker.turn import SwapLock
 
 logger = logging.getLogger(__name__)
@@ -205,33 +204,18 @@ class Agent:
             self.stop.wait(TURN_SECONDS)
         return False
 
-    def _staged(self, number: int) -> tuple[Path, Manifest] | None:
-        """Stages in a thread, so that a slow store hides neither SIGTERM nor the end of the engine; None if stopped."""
-        assert self.drafter is not None
-        arguments = (self.store, number, self.stage_dir, self.target, self.drafter.config)
-        staging: Future[tuple[Path, Manifest]] = Future()
-
-        def work() -> None:
-            try:
-                staging.set_result(stage(*arguments))
-            except Exception as error:
-                staging.set_exception(error)
-
-        threading.Thread(target=work, name="stage", daemon=True).start()
-        deadline = time.monotonic() + self.config.stage_seconds
-        while not staging.done():
-            if self.stop.wait(TURN_SECONDS):
-                return None
-            self._require_engine()
-            if time.monotonic() > deadline:
-                raise StoreUnavailable(f"{label(number)} was not copied within {self.config.stage_seconds:.0f} s")
-        return staging.result()
+    def _go_on(self) -> bool:
+        """False once the worker is to stop; raises if its engine has ended."""
+        self._require_engine()
+        return not self.stop.is_set()
 
     def _swap(self, swapper: Swapper, number: int, attempt: int) -> None:
         """Stages and proves the version while requests run; then, alone in the fleet, pauses and loads it."""
+        assert self.drafter is not None
         before = self.version
         try:
-            staged = self._staged(number)
+            where = (self.store, number, self.stage_dir, self.target, self.drafter.config)
+            staged = stage_beside(lambda: stage(*where), self._go_on, self.config.stage_seconds)
             if staged is None or not self._my_turn((number, attempt)):
                 return
             self._become("swapping")

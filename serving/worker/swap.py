@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import Path
 
 from adaflash.drafter_config import DrafterConfig
-from adaflash.store import VersionStore
+from adaflash.store import StoreUnavailable, VersionStore
 from adaflash.versions import Manifest, label, verify
 from serving.sglang_plugin import loader, receipts
 from serving.worker.client import Engine, EngineError
 
 logger = logging.getLogger(__name__)
+
+STAGE_POLL_SECONDS = 0.2
 
 
 class SwapError(RuntimeError):
@@ -51,6 +57,34 @@ def stage(
     shutil.rmtree(copy, ignore_errors=True)
     store.copy(number, copy)
     return copy, verify(copy, target=target, like=like)
+
+
+def stage_beside(
+    work: Callable[[], tuple[Path, Manifest]], go_on: Callable[[], bool], seconds: float
+) -> tuple[Path, Manifest] | None:
+    """Stages in a thread, so that a slow store hides nothing from the agent; None once `go_on` says no.
+
+    Raises what `work` raised, and StoreUnavailable after `seconds`.
+    """
+    done: Future[tuple[Path, Manifest]] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="stage", daemon=True).start()
+    deadline = time.monotonic() + seconds
+    while go_on():
+        try:
+            return done.result(timeout=STAGE_POLL_SECONDS)
+        except FutureTimeout:
+            if done.done():
+                raise  # the work's own
+            if time.monotonic() > deadline:
+                raise StoreUnavailable(f"the version was not copied within {seconds:.0f} s") from None
+    return None
 
 
 class Swapper:

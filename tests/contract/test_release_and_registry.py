@@ -133,7 +133,7 @@ def test_workers_appear_change_and_vanish(client):
     registry.announce(entry("b"))
     registry.announce(entry("b", state="draining"))
     assert [(e.id, e.state) for e in registry.live()] == [("a", "ready"), ("b", "draining")]
-    registry.withdraw("a")
+    client.delete(KEYS.worker("a"))  # it expires
     assert [e.id for e in registry.live()] == ["b"]
 
 

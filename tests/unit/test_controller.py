@@ -276,6 +276,37 @@ def test_an_operators_choice_that_ends_its_workers_is_taken_back_at_the_second(f
     assert "2 workers ended with v2" in fleet.happened("rolled_back")[0]["why"]
 
 
+@pytest.mark.parametrize("ended", [1, 2])
+def test_a_version_that_ends_workers_after_it_reached_them_all_goes_back(fleet, ended):
+    fleet.ask("propose", 2)
+    fleet.run()
+    assert fleet.state.active == 2
+    for k in range(ended):
+        fleet.change(f"w{k}", started="again")  # a supervisor has started it anew
+    fleet.run(5)
+    assert (fleet.state.active, fleet.running) == ((1, {1}) if ended == 2 else (2, {2}))
+    if ended == 2:
+        assert fleet.state.rejected == (2,)
+        assert "workers w0, w1 ended soon after they took it" in fleet.happened("rolled_back")[0]["why"]
+
+
+def test_workers_that_drain_or_end_much_later_say_nothing_about_a_version(fleet):
+    fleet.ask("propose", 2)
+    fleet.run()
+    for k in range(2):
+        fleet.change(f"w{k}", leaving=True)
+        fleet.run(1)
+        fleet.change(f"w{k}", leaving=False, started="again")
+    fleet.run(3)
+    assert fleet.state.active == 2
+    fleet.now += POLICY.watch_seconds
+    fleet.run(1)
+    for k in range(3):
+        fleet.change(f"w{k}", started="much later")
+    fleet.run(3)
+    assert (fleet.state.active, fleet.state.rejected) == (2, ())
+
+
 def test_the_rollout_waits_for_workers_that_are_not_ready(fleet):
     fleet.change("w2", ready=False)
     fleet.ask("promote", 2)

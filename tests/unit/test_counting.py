@@ -100,9 +100,12 @@ def test_a_candidate_is_judged_once_enough_requests_say_the_same(canary, rest, o
 
 def test_a_clear_failure_needs_no_minimum_of_steps_but_requests_enough():
     policy = CanaryPolicy(min_steps=10**6)
-    assert compare(made(1.0, 20), made(3.0, 20), policy).outcome == "bad"
-    assert compare(made(1.0, 19), made(3.0, 500), policy).outcome == "open"
-    assert compare(made(2.8, 20), made(3.0, 20), policy).outcome == "open"
+    assert compare(made(1.0, 3, spread=0), made(3.0, 20), policy).outcome == "bad"
+    assert compare(made(1.0, 2, spread=0), made(3.0, 500), policy).outcome == "open"
+    assert compare(made(1.0, 3, spread=0), made(3.0, 19), policy).outcome == "open"
+    assert compare(made(2.6, 20), made(3.0, 20), policy).outcome == "open"
+    # Requests differ so much that three bad ones may be chance, however alike they are.
+    assert compare(made(1.0, 3, spread=0), made(3.0, 500, spread=1.0), policy).outcome == "open"
 
 
 def test_speed_is_compared_between_like_loads_only():

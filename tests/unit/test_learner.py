@@ -104,6 +104,17 @@ def test_the_gate_compares_its_replay_with_what_workers_counted(make):
     assert learner.evaluate().served is None
 
 
+def test_a_bad_drafter_does_not_pass_the_gate(make):
+    learner = make()
+    learner.buffer.held_out.extend(served(learner, 12))
+    for p in learner.distiller.averaged.parameters():
+        p.data.normal_(std=0.02)
+    verdict = learner.evaluate()
+    assert not verdict.promote
+    assert verdict.tau_candidate < verdict.tau_active
+    assert "would fall" in verdict.why or "does not beat" in verdict.why
+
+
 def test_the_baseline_follows_the_fleet_and_publishing_does_not_move_it(make):
     learner = make()
     learner.train(walks(20))
