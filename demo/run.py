@@ -83,7 +83,9 @@ class Demo:
         self.first_version(redis_url)
 
         self.phase = "starting gateway, trainer and worker (SGLang takes about a minute on CPU)"
-        gateway = self.spawn(stack, "gateway", redis_url, "--port", str(self.gateway_port))
+        # One worker from start to end: nobody to wait for before it takes what the gate lets through.
+        lone = ("--set", "release.lone_seconds=0")
+        gateway = self.spawn(stack, "gateway", redis_url, "--port", str(self.gateway_port), *lone)
         worker, worker_start = self.start_worker(stack, redis_url, "worker", "dspark")
         trainer = self.spawn_trainer(stack, redis_url)
         gateway.wait_ready(f"{self.url}/readyz", START_SECONDS, self.monitor.poll)

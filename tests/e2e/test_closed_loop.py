@@ -54,6 +54,8 @@ def loop(target_dir: str, drafter_dir: Path, redis_server: RedisServer, tmp_path
     random = ("--drafter", str(drafter_dir / "random"))
     worker = Worker(tmp_path / "worker.log", target_dir, NAME, redis_server.url, store, *random)
     started = []
+    gateway = ("--name", NAME, "--port", str(free_port()), "--redis-url", redis_server.url)
+    controller = Process("gateway", tmp_path / "gateway.log", *gateway, "--set", "release.lone_seconds=1")
 
     def trainer() -> Process:
         port = free_port()
@@ -80,7 +82,7 @@ def loop(target_dir: str, drafter_dir: Path, redis_server: RedisServer, tmp_path
     try:
         yield {"worker": worker.wait(), "trainer": trainer, "redis": redis_server, "log": tmp_path / "trainer.log"}
     finally:
-        for p in (*started, worker):
+        for p in (*started, controller, worker):
             p.stop()
 
 
