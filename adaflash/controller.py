@@ -7,11 +7,13 @@ state. Two controllers that step from the same state do no harm: only one of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
+from adaflash.blame import check_moved, forget, watch
 from adaflash.fleet import Command, Event, Mark, ReleasePolicy, Seen, State, Workers
 from adaflash.live import Comparison, Counters, compare
-from adaflash.verbs import obey, reject, take_back
+from adaflash.verbs import obey, take_back
 from adaflash.versions import label
 
 
@@ -24,12 +26,12 @@ def step(
     for command in commands:
         s = obey(s, command, now, events)
     usable = {i: w for i, w in workers.items() if w.capable and not w.leaving}
-    s = _note_company(s, now, workers)
+    s = watch(_note_company(s, now, workers), now, workers, events)
     if s.phase in ("canary", "rolling"):
-        s = _check_moved(s, now, workers, policy, events)
+        s = check_moved(s, now, workers, policy, events)
     match s.phase:
         case "idle":
-            s = _idle(_watch(s, now, workers, events), now, usable, policy, events)
+            s = _idle(s, now, usable, policy, events)
         case "canary":
             s = _canary(s, now, usable, policy, events)
         case "rolling":
@@ -39,18 +41,31 @@ def step(
     return s, events
 
 
-def adopt(workers: Workers) -> State:
-    """A state for a fleet whose state was lost with Redis: what most workers run is active."""
+def adopt(workers: Workers, answered: str = "0-0") -> State:
+    """A state for a fleet whose state was lost: what most workers run is active.
+
+    `answered`: the last command that was answered; those up to it are not obeyed again.
+    """
     running = [w.version for w in workers.values() if w.version is not None]
     if not running:
-        return State()
+        return State(applied=answered)
     active = max(set(running), key=lambda v: (running.count(v), -v))
-    return State(active=active, known=max(running))
+    return State(active=active, known=max(running), applied=answered)
 
 
-def renewed(s: State, now: float) -> State:
-    """The state for a controller that takes over: for a while nobody looked, and no time limit ran."""
-    return s.but(entered_at=now, told_at=now, settled_at=None, base={})
+def renewed(s: State, now: float, workers: Workers, unseen: float = math.inf) -> State:
+    """The state for a controller that takes over after up to `unseen` seconds in which nobody looked.
+
+    No time limit ran then, and workers that ended meanwhile may have been stopped by anybody: they say nothing.
+    """
+    for i in [i for i, started in s.moved.items() if i not in workers or workers[i].started != started]:
+        s = forget(s, i)
+    return s.but(
+        entered_at=min(now, s.entered_at + unseen),
+        told_at=min(now, s.told_at + unseen),
+        alone_since=None if s.alone_since is None else now,
+        watched={i: workers[i].started for i in s.watched if i in workers},
+    )
 
 
 def _note_company(s: State, now: float, workers: Workers) -> State:
@@ -59,21 +74,6 @@ def _note_company(s: State, now: float, workers: Workers) -> State:
     if alone == (s.alone_since is not None):
         return s
     return s.but(alone_since=now if alone else None)
-
-
-def _watch(s: State, now: float, workers: Workers, events: list[Event]) -> State:
-    """A version that passed its trial and then ends workers goes back at once: they may never be ready with it."""
-    if not s.watched or s.active is None:
-        return s
-    if s.previous is None or s.pinned == s.active or now > s.watch_until:
-        return s.but(watched={})
-    left = {i: started for i, started in s.watched.items() if not (i in workers and workers[i].leaving)}
-    ended = [i for i, started in left.items() if i not in workers or workers[i].failed or workers[i].started != started]
-    if not ended or len(ended) < min(2, len(left)):
-        return s if left == s.watched else s.but(watched=left)
-    why = f"workers {', '.join(sorted(ended))} ended soon after they took it"
-    events.append({"what": "rolled_back", "from": s.active, "to": s.previous, "why": why})
-    return reject(s, s.active).but(active=s.previous, previous=None, watched={})
 
 
 def _idle(s: State, now: float, usable: Workers, policy: ReleasePolicy, events: list[Event]) -> State:
@@ -119,64 +119,16 @@ def _idle(s: State, now: float, usable: Workers, policy: ReleasePolicy, events: 
     )
 
 
-def _check_moved(s: State, now: float, workers: Workers, policy: ReleasePolicy, events: list[Event]) -> State:
-    """Workers that were told to run the candidate: whether they do, left on purpose, or failed."""
-    for i, started in s.moved.items():
-        w = workers.get(i)
-        if w is not None and w.leaving:
-            s = _forget(s, i)
-            continue
-        if i == s.pending and w is not None and _took_it(s, started, w):
-            s = s.but(pending="")
-        if not (trouble := _trouble(s, i, started, w, now, policy)):
-            continue
-        why, harm, fault = trouble
-        if s.origin == "trainer":
-            return take_back(s, why, now, blame=fault, again=not fault)
-        # An operator's choice is not vetoed by one worker, which keeps trying; by all of them it is, or by two that
-        # it ended.
-        events.append({"what": "excused", "to": s.candidate, "worker": i, "why": why})
-        s = _forget(s, i).but(excused=(*s.excused, i), harmed=s.harmed + harm)
-        if s.harmed > 1:
-            return take_back(s, f"{s.harmed} workers ended with {label(s.candidate or 0)}", now)
-    return s
-
-
-def _took_it(s: State, started: str, w: Seen) -> bool:
-    return w.ready and not w.failed and w.started == started and w.version == s.candidate
-
-
-def _trouble(
-    s: State, i: str, started: str, w: Seen | None, now: float, policy: ReleasePolicy
-) -> tuple[str, bool, bool] | None:
-    """Why a worker counts as failed by the candidate, whether that ended it, whether the candidate is to blame."""
-    name = label(s.candidate if s.candidate is not None else -1)
-    if w is None:
-        return f"worker {i} was lost with {name}", True, True
-    if w.failed:
-        return f"worker {i} failed with {name}", True, True
-    if w.started != started:
-        return f"worker {i} ended and started again with {name}", True, True
-    if w.refused is not None and (w.refused.version, w.refused.attempt) == (s.candidate, s.attempt):
-        return f"worker {i} could not take {name}: {w.refused.why}", False, w.refused.fault
-    if i == s.pending and now > s.told_at + policy.change_seconds:
-        return f"worker {i} did not take {name} within {policy.change_seconds:.0f} s", False, True
-    return None
-
-
-def _forget(s: State, i: str) -> State:
-    """A moved worker that does not count any more; what was compared with it does not either."""
-    moved = {k: v for k, v in s.moved.items() if k != i}
-    return s.but(moved=moved, pending="" if s.pending == i else s.pending, settled_at=None, base={})
-
-
 def _canary(s: State, now: float, usable: Workers, policy: ReleasePolicy, events: list[Event]) -> State:
     """Some workers run the candidate; after enough steps their acceptance and speed decide."""
     if now > s.entered_at + policy.canary_seconds:
         return take_back(s, "too little traffic to judge it", now)
     if s.pending:
         return s
-    if len(s.moved) < min(max(1, int(policy.canary_share * len(usable))), len(usable) - 1):
+    able = len(usable.keys() - s.excused)
+    if s.excused and not able:
+        return take_back(s, f"no worker could take {label(s.candidate or 0)}", now, again=True)
+    if len(s.moved) < min(max(1, int(policy.canary_share * len(usable))), len(usable) - 1, able):
         return _move_one(s, now, usable)
     if not s.moved:
         return s  # one worker is left: nothing to compare with, and nothing is rolled out unseen
@@ -209,13 +161,16 @@ def _rolling(s: State, now: float, usable: Workers, policy: ReleasePolicy, event
     left = [i for i in usable if i not in s.moved and i not in s.excused]
     if [i for i in left if usable[i].ready]:
         return _move_one(s, now, usable)
-    if not s.moved:
-        if s.excused and not left:
-            return take_back(s, f"no worker could take {label(s.candidate or 0)}", now)
-        return s  # no worker is ready
-    if _held_back(s) or (left and now < s.told_at + policy.change_seconds):
+    if not s.moved and s.origin != "rollback" and s.excused and not left:
+        return take_back(s, f"no worker could take {label(s.candidate or 0)}", now, again=True)
+    patience = max(s.told_at, s.entered_at) + policy.change_seconds
+    if _held_back(s) or (left and now < patience) or (not s.moved and s.origin == "trainer"):
         return s
-    events.append({"what": "promoted", "to": s.candidate, "from": s.active, "origin": s.origin})
+    # Where none is ready, the active version may be why: an operator's choice is what they are to start with.
+    events.append(
+        {"what": "promoted", "to": s.candidate, "from": s.active, "origin": s.origin}
+        | ({} if s.moved else {"why": "no worker is ready, which the active version may be why"})
+    )
     return s.but(
         phase="idle",
         previous=_previous(s, s.origin),
@@ -264,7 +219,7 @@ def _move_one(s: State, now: float, usable: Workers) -> State:
     if not ready or _held_back(s):
         return s
     changed = {**s.moved, ready[0]: usable[ready[0]].started}
-    return s.but(moved=changed, pending=ready[0], told_at=now, settled_at=None, base={})
+    return s.but(moved=changed, pending=ready[0], changing=False, told_at=now, settled_at=None, base={})
 
 
 def _since(s: State, workers: Iterable[tuple[str, Seen]]) -> Counters:

@@ -69,7 +69,10 @@ class ReleasePolicy(CanaryPolicy):
     lone_seconds: float = Field(
         60, ge=0, description="a worker that was the only one for so long takes candidates without a canary"
     )
-    change_seconds: float = Field(180, gt=0, description="a worker that has not changed after this has failed to")
+    fetch_seconds: float = Field(
+        900, gt=0, description="a worker that has not begun to change after this is left out: its store is too slow"
+    )
+    change_seconds: float = Field(180, gt=0, description="a worker that has not ended its change after this has failed")
     watch_seconds: float = Field(
         600, ge=0, description="workers that end so soon after a version reached them all send it back"
     )
@@ -114,7 +117,8 @@ class State(Frozen):
         default={}
     )  # workers that are to run the candidate, with the name of the process that was told
     pending: str = ""  # the one of them that has not been seen to run it
-    told_at: float = 0.0
+    changing: bool = False  # that one has begun to
+    told_at: float = 0.0  # when it was told, or had begun
     excused: tuple[str, ...] = ()  # workers that cannot take an operator's choice
     harmed: int = 0  # those of them that ended or failed with it
     settled_at: float | None = None  # when the canaries ran the candidate

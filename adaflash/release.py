@@ -128,6 +128,12 @@ class Release:
         rows: Any = self.redis.xrange(self.keys.commands, f"({after}", "+", count=COMMAND_LIMIT)
         return [_command(_text(i), _field(f, "c")) for i, f in rows]
 
+    def answered(self) -> str:
+        """The id of the last command that left an event, by the event stream; what the state says counts first."""
+        rows: Any = self.redis.xrevrange(self.keys.events, "+", "-")
+        commands = (json.loads(_field(f, "e")).get("command") for _, f in rows)
+        return next((c for c in commands if c), "0-0")
+
     def ask(self, verb: Verb, version: int | None = None, why: str = "") -> str:
         """Sends a command of an operator; returns its id. What becomes of it is on the event stream."""
         body = Command(verb=verb, version=version, who=self.owner, why=why).model_dump_json(exclude={"id"})

@@ -39,7 +39,7 @@ TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts"
 
 
 class StoreUnavailable(VersionError):
-    """The store did not answer or refused; it says nothing about the version."""
+    """The store did not answer, refused, or lacks the version: that says nothing against it."""
 
 
 def open_store(where: str | Path) -> VersionStore:
@@ -78,14 +78,14 @@ class VersionStore:
         parent: int | None,
         training: dict[str, Any] | None = None,
         gate: dict[str, Any] | None = None,
-        number: int | None = None,
+        least: int = 0,
     ) -> Manifest:
-        """Writes the next version (or `number`) and returns its manifest.
+        """Writes the next version, numbered `least` or higher, and returns its manifest.
 
-        Raises VersionError if it exists, CheckpointError naming the tensor if one is not finite.
+        Raises VersionError if another writer was faster, CheckpointError naming the tensor if one is not finite.
         """
         check_weights(drafter.config, drafter.state_dict())
-        chosen = self._claim(number)
+        chosen = self._claim(least)
         with self._scratch() as home:
             scratch = Path(home)
             save_drafter(drafter, scratch, dtype)
@@ -102,10 +102,10 @@ class VersionStore:
             self._put(scratch, chosen)
         return manifest
 
-    def _claim(self, number: int | None) -> int:
+    def _claim(self, least: int) -> int:
         """The number to write; the rename decides if two writers chose the same."""
         self.root.mkdir(parents=True, exist_ok=True)
-        return number if number is not None else (self.numbers() or [-1])[-1] + 1
+        return max([least, *(n + 1 for n in self.numbers())])
 
     def _scratch(self) -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(dir=self.root, prefix=".writing-", ignore_cleanup_errors=True)
@@ -128,8 +128,8 @@ class VersionStore:
 
     def copy(self, number: int, to: Path) -> None:
         """A copy of a version in the new folder `to`; nothing is proved yet."""
-        if not self.path(number).is_dir():
-            raise VersionError(f"{label(number)} is missing in {self.where}")
+        if not self.path(number).is_dir():  # so it is while a volume is not mounted
+            raise StoreUnavailable(f"{label(number)} is missing in {self.where}")
         shutil.copytree(self.path(number), to)
 
     def local(self, number: int) -> Path:
@@ -194,20 +194,13 @@ class RemoteStore(VersionStore):
         parts = (key.split("/")[-2] for key in found)
         return sorted(parse_label(p) for p in parts if re.fullmatch(r"v\d+", p))
 
-    def _claim(self, number: int | None) -> int:
-        """Creates the claim of `number`, or of the next number that nobody has claimed."""
+    def _claim(self, least: int) -> int:
+        """Creates the claim of the next number that nobody has claimed."""
         while True:
-            taken = [*self._with(CLAIM), *self.numbers()]
-            chosen = number if number is not None else max(taken, default=-1) + 1
-            try:
-                with self._named_errors(but=FileExistsError):
-                    self.fs.pipe_file(self._key(chosen, CLAIM), b"", mode="create")
+            chosen = max([least, *(n + 1 for n in (*self._with(CLAIM), *self.numbers()))])
+            with contextlib.suppress(FileExistsError), self._named_errors(but=FileExistsError):
+                self.fs.pipe_file(self._key(chosen, CLAIM), b"", mode="create")
                 return chosen
-            except FileExistsError:
-                if number is not None:
-                    raise VersionError(
-                        f"{label(number)} already exists in {self.where}; versions are never overwritten"
-                    ) from None
 
     def _put(self, scratch: Path, number: int) -> None:
         """The manifest last: before it the version does not exist."""
@@ -228,9 +221,12 @@ class RemoteStore(VersionStore):
         """A copy of a version in the new folder `to`; nothing is proved yet."""
         files = self.manifest(number).files
         to.mkdir(parents=True)
-        with self._named_errors():
-            for name in (*files, MANIFEST):
-                self.fs.get_file(self._key(number, name), str(to / name))
+        for name in (*files, MANIFEST):
+            try:
+                with self._named_errors(but=FileNotFoundError):
+                    self.fs.get_file(self._key(number, name), str(to / name))
+            except FileNotFoundError:
+                raise VersionError(f"{label(number)}: {name} is missing in {self.where}") from None
 
     def local(self, number: int) -> Path:
         """A cached copy of the version."""
@@ -265,7 +261,7 @@ class RemoteStore(VersionStore):
         except but:
             raise
         except FileNotFoundError as error:
-            raise VersionError(f"version store {self.where}: not found: {error}") from None
+            raise StoreUnavailable(f"version store {self.where}: not found: {error}") from None
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
             raise StoreUnavailable(f"version store {self.where}: {type(error).__name__}: {first}") from error

@@ -72,11 +72,14 @@ def _choose(s: State, version: int, c: Command, now: float) -> State:
     """An operator wants `version` everywhere, without a canary."""
     s = s.but(rejected=tuple(n for n in s.rejected if n != version), waiting=_unless(s.waiting, version))
     running = s.candidate if s.phase in ("canary", "rolling") else None
+    rollback = running is not None and s.origin == "rollback"
     if running == version:  # it is on its way: no more comparing
-        return s.but(phase="rolling", origin="operator", settled_at=None, base={}, forced=None)
-    if running is not None:
+        return s.but(
+            phase="rolling", origin=s.origin if rollback else "operator", settled_at=None, base={}, forced=None
+        )
+    if running is not None and not rollback:  # a rollback ends first: nobody goes back to what it leaves
         s = take_back(s, f"{c.who} chose {label(version)}", now, again=True)
-    return s.but(forced=None if version == s.active else version, forced_origin="operator")
+    return s.but(forced=None if version == s.active and not rollback else version, forced_origin="operator")
 
 
 def _pin(s: State, c: Command, now: float) -> State:

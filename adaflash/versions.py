@@ -77,7 +77,7 @@ def parse_label(text: str) -> int:
 def read_manifest(directory: Path) -> Manifest:
     """The manifest in `directory`; VersionError if it is missing or malformed."""
     try:
-        return Manifest.model_validate_json((directory / MANIFEST).read_text())
+        return Manifest.model_validate_json((directory / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise VersionError(f"{directory.name}: {MANIFEST} is missing") from None
     except ValidationError as error:

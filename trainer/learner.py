@@ -134,7 +134,6 @@ class Learner:
 
     def publish(self, verdict: Verdict, training: dict[str, Any], known: int) -> int:
         """Writes the candidate as the next version; returns its number. `known`: the highest the fleet has heard of."""
-        newest = max(self.store.numbers(), default=-1)
         manifest = self.store.publish(
             self.distiller.averaged,
             self.dtype,
@@ -143,7 +142,7 @@ class Learner:
             training=training | {"rounds": self.rounds, "optimizer_steps": self.distiller.steps},
             gate=verdict.report(),
             # Where the store was emptied, its numbers must not be used for other contents.
-            number=None if newest >= known else known + 1,
+            least=known + 1,
         )
         return manifest.number
 

@@ -7,6 +7,7 @@ a canary only its share of the requests.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from typing import Any
@@ -44,7 +45,7 @@ class Controller:
         self.state = State()
         # Until then the registry may lack workers that live; a fresh controller knows nothing of the time before.
         self._uncertain_until = time.monotonic() + TTL_SECONDS
-        self._acting = False
+        self._acting, self._fence, self._looked_at = False, 0, -math.inf
 
     def start(self, stop: threading.Event) -> threading.Thread:
         """Runs until `stop`."""
@@ -91,23 +92,26 @@ class Controller:
         self._show(before)
         fence = self.release.controller_lease.hold(LEASE_SECONDS)
         ACTING.set(1)
+        if fence != self._fence:  # the lease was away meanwhile: Redis may have stood still, or this process
+            self._fence, self._uncertain_until = fence, time.monotonic() + TTL_SECONDS
         if self._uncertain():
             self._acting = False  # and once it is over, as after any time in which nobody looked
             return
         workers = {e.id: e.seen() for e in self.registry.live()}
         now, adopted = self._now(), []
-        state = before if self._acting else renewed(before, now)
+        state = before if self._acting else renewed(before, now, workers, now - self._looked_at)
         if stored is None:  # never released, or lost with Redis
-            state = adopt(workers)
+            state = adopt(workers, self.release.answered())
             adopted = (
                 [{"what": "adopted", "to": state.active, "why": "most workers run it"}]
                 if state.active is not None
                 else []
             )
         after, events = step(state, now, workers, self.release.commands(state.applied), self.policy)
-        self._acting, events = True, [*adopted, *events]
-        if after == before or not self.release.commit(before, after, events, fence):
+        events = [*adopted, *events]
+        if after != before and not self.release.commit(before, after, events, fence):
             return
+        self._acting, self._looked_at = True, now
         for event in events:
             EVENTS.labels(event["what"] if event["what"] in _COUNTED else "command").inc()
             logger.info("release: %s", _words(event))

@@ -6,6 +6,7 @@ The main loop reads from top to bottom in `Agent.run`.
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
 import tempfile
 import threading
@@ -193,8 +194,7 @@ class Agent:
 
     def _my_turn(self, wanted: tuple[int, int]) -> bool:
         """Waits until no other worker stands still; False if something else is wanted by then, or Redis is away."""
-        while not self.stop.is_set() and self._wanted() == wanted:
-            self._require_engine()
+        while self._go_on(wanted):
             try:
                 if self.turn.take():
                     return True
@@ -204,10 +204,10 @@ class Agent:
             self.stop.wait(TURN_SECONDS)
         return False
 
-    def _go_on(self) -> bool:
-        """False once the worker is to stop; raises if its engine has ended."""
+    def _go_on(self, wanted: tuple[int, int]) -> bool:
+        """False once the worker is to stop or something else is wanted; raises if its engine has ended."""
         self._require_engine()
-        return not self.stop.is_set()
+        return not self.stop.is_set() and self._wanted() == wanted
 
     def _swap(self, swapper: Swapper, number: int, attempt: int) -> None:
         """Stages and proves the version while requests run; then, alone in the fleet, pauses and loads it."""
@@ -215,11 +215,14 @@ class Agent:
         before = self.version
         try:
             where = (self.store, number, self.stage_dir, self.target, self.drafter.config)
-            staged = stage_beside(lambda: stage(*where), self._go_on, self.config.stage_seconds)
-            if staged is None or not self._my_turn((number, attempt)):
+            wanted = number, attempt
+            staged = stage_beside(lambda: stage(*where), lambda: self._go_on(wanted), self.config.stage_seconds)
+            if staged is None or not self._my_turn(wanted):
                 return
             self._become("swapping")
             done = swapper.swap(staged[0], staged[1].label)
+        except WorkerFailed:
+            raise  # the engine ended meanwhile: nothing was refused
         except (UserError, SwapError, OSError) as error:
             self._failed[number, attempt] = time.monotonic()
             SWAPS.labels("refused").inc()
@@ -241,9 +244,9 @@ class Agent:
             self._become("ready")
             logger.info("swapped %s -> %s, paused %.0f ms", before, self.version, done.pause_seconds * 1e3)
             self._record("swapped", to=number, before=before, pause_seconds=done.pause_seconds, checksum=done.checksum)
-            self._forget_stages(keep=number)
         finally:
             self._give_up_turn()
+            self._forget_stages()
 
     def _give_up_turn(self) -> None:
         try:
@@ -255,12 +258,10 @@ class Agent:
         fault = not isinstance(error, StoreUnavailable | OSError | SwapFailed)
         self.refused = Refusal(version=number, attempt=attempt, why=str(error)[:200], fault=fault)
 
-    def _forget_stages(self, keep: int) -> None:
-        import shutil
-
-        for old in self.stage_dir.glob("v*"):
-            if old.name != label(keep):
-                shutil.rmtree(old, ignore_errors=True)
+    def _forget_stages(self) -> None:
+        """The engine has read what it runs; a copy that is still being written fails and says nothing."""
+        for old in self.stage_dir.iterdir():
+            shutil.rmtree(old, ignore_errors=True)
 
     def _become(self, state: State, reason: str = "") -> None:
         self.state, self.reason = state, reason
@@ -294,7 +295,8 @@ class Agent:
     def _drain(self) -> None:
         """Takes the worker out of rotation, lets running requests finish, ends the engine."""
         if self.state != "failed":
-            self._become("draining")
+            asked = self.stop.is_set()
+            self._become("draining" if asked else "failed", "" if asked else "it ended by an error; its log says which")
         if self.process.poll() is None:
             time.sleep(HEARTBEAT_SECONDS)  # gateways stop sending within this
             patience = self.config.drain_seconds if self.state != "failed" else FAILED_SECONDS

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 import threading
 import time
 import uuid
@@ -26,6 +27,8 @@ from serving.worker.client import Engine, EngineError
 logger = logging.getLogger(__name__)
 
 STAGE_POLL_SECONDS = 0.2
+STAGE_THREAD = "stage"
+MOST_STAGING = 4  # copies that nobody waits for any more cannot be ended, but are not let pile up
 
 
 class SwapError(RuntimeError):
@@ -52,11 +55,16 @@ class Swapped:
 def stage(
     store: VersionStore, number: int, home: Path, target: str, like: DrafterConfig | None
 ) -> tuple[Path, Manifest]:
-    """Copies a version to the worker's own folder and proves the copy; raises VersionError."""
-    copy = home / label(number)
-    shutil.rmtree(copy, ignore_errors=True)
-    store.copy(number, copy)
-    return copy, verify(copy, target=target, like=like)
+    """Copies a version to a new folder in the worker's own and proves the copy; raises VersionError or OSError."""
+    home.mkdir(parents=True, exist_ok=True)
+    own = Path(tempfile.mkdtemp(dir=home))  # an earlier copy, given up because it was slow, may still be written
+    copy = own / label(number)
+    try:
+        store.copy(number, copy)
+        return copy, verify(copy, target=target, like=like)
+    except BaseException:
+        shutil.rmtree(own, ignore_errors=True)
+        raise
 
 
 def stage_beside(
@@ -64,8 +72,10 @@ def stage_beside(
 ) -> tuple[Path, Manifest] | None:
     """Stages in a thread, so that a slow store hides nothing from the agent; None once `go_on` says no.
 
-    Raises what `work` raised, and StoreUnavailable after `seconds`.
+    Raises what `work` raised, and StoreUnavailable after `seconds` or while too many earlier copies hang.
     """
+    if sum(t.name == STAGE_THREAD for t in threading.enumerate()) >= MOST_STAGING:
+        raise StoreUnavailable(f"{MOST_STAGING} earlier copies from the version store have not ended")
     done: Future[tuple[Path, Manifest]] = Future()
 
     def run() -> None:
@@ -74,7 +84,7 @@ def stage_beside(
         except Exception as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name="stage", daemon=True).start()
+    threading.Thread(target=run, name=STAGE_THREAD, daemon=True).start()
     deadline = time.monotonic() + seconds
     while go_on():
         try:

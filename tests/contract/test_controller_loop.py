@@ -128,6 +128,65 @@ def test_while_the_registry_may_lack_workers_nothing_is_decided(fleet, monkeypat
     assert fleet.release.state().candidate == 2
 
 
+def test_a_controller_whose_lease_was_away_waits_as_long_as_an_entry_lives(fleet, monkeypatch):
+    """Redis stood still: entries expired, although their workers live."""
+    c = fleet.controller("one")
+    first(fleet, c)
+    fleet.release.propose(2, fleet.release.trainer_lease.hold(30), "better")
+    c.tick()
+    fleet.obey()
+    c.tick()
+    (canary,) = c.state.moved
+    fleet.client.delete(KEYS.controller_lease, *(KEYS.worker(n) for n in fleet.entries))
+    monkeypatch.setattr(loop, "TTL_SECONDS", 1.0)
+    monkeypatch.setattr(c, "_uncertain", lambda: time.monotonic() < c._uncertain_until)  # this Redis is young
+    c.tick()
+    assert fleet.release.state().rejected == ()
+    fleet.announce()
+    time.sleep(1.0)
+    for _ in range(60):
+        c.tick()
+        fleet.obey()
+    assert (fleet.release.state().active, canary) == (2, "a")
+
+
+def test_a_takeover_that_could_not_write_is_tried_again(fleet, monkeypatch):
+    """Otherwise the limits of the time in which nobody looked would run."""
+    c = fleet.controller("one")
+    first(fleet, c)
+    fleet.release.propose(2, fleet.release.trainer_lease.hold(30), "better")
+    c.tick()
+    s = fleet.release.state()
+    two = fleet.controller("two")
+    fleet.client.delete(KEYS.controller_lease)
+    hours_ago = s.but(told_at=s.told_at - 1e4, entered_at=s.entered_at - 1e4, revision=s.revision)
+    fleet.client.hset(KEYS.release, "state", hours_ago.model_dump_json())
+    with monkeypatch.context() as m:
+        m.setattr(two.release, "commit", lambda *_: False)
+        two.tick()
+    for _ in range(60):
+        two.tick()
+        fleet.obey()
+    assert (fleet.release.state().active, fleet.release.state().rejected) == (2, ())
+
+
+def test_what_was_obeyed_before_the_state_was_lost_is_not_obeyed_again(fleet):
+    c = fleet.controller("one")
+    first(fleet, c, 5)
+    for verb, number in (("pin", 3), ("unpin", None), ("promote", 5)):
+        fleet.release.ask(verb, number)
+        c.tick()
+    for _ in range(60):
+        c.tick()
+        fleet.obey()
+    assert fleet.running == {"v5"}
+    fleet.client.delete(KEYS.release)
+    fleet.release.ask("pause")
+    c.tick()
+    s = fleet.release.state()
+    assert (s.active, s.phase, s.forced, s.pinned, s.paused) == (5, "idle", None, None, True)
+
+
 def test_a_redis_that_came_back_empty_is_told_what_the_fleet_runs(fleet):
     c = fleet.controller("one")
     first(fleet, c, 5)

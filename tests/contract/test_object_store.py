@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from adaflash.checkpoint import load_drafter
-from adaflash.store import RemoteStore, open_store
+from adaflash.store import RemoteStore, StoreUnavailable, open_store
 from adaflash.versions import MANIFEST, VersionError, verify
 from serving.ports import free_port
 from serving.worker.swap import stage
@@ -100,26 +100,31 @@ def test_many_writers_at_once_never_share_a_number_and_no_version_is_mixed(store
         assert torch.equal(next(drafter.parameters()), next(make(seed).parameters()))
 
 
-def test_a_version_is_never_overwritten(store):
-    publish(store, 1)
-    with pytest.raises(VersionError, match="v0 already exists in s3://drafters"):
-        publish(store, 2, number=0)
+def test_a_version_is_never_overwritten_and_half_a_claim_stops_nobody(store):
+    first = publish(store, 1)
+    store.fs.pipe_file(store._key(7, "claim"), b"")  # a writer that died, or whose answer was lost
+    assert [publish(store, seed, least=n).number for seed, n in ((2, 0), (3, 7), (4, 20))] == [8, 9, 20]
+    assert store.manifest(0) == first
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason"),
+    ("damage", "reason", "blame"),
     [
-        (lambda s: s.fs.pipe_file(s._key(0, "model.safetensors"), b"torn"), "does not match the sha256"),
-        (lambda s: s.fs.rm_file(s._key(0, "model.safetensors")), "not found: .*model.safetensors"),
-        (lambda s: s.fs.pipe_file(s._key(0, MANIFEST), b"{"), "manifest.json"),
-        (lambda s: s.fs.rm(s._key(0, ""), recursive=True), "not found: .*manifest.json"),
+        (lambda s: s.fs.pipe_file(s._key(0, "model.safetensors"), b"torn"), "does not match the sha256", True),
+        (lambda s: s.fs.rm_file(s._key(0, "model.safetensors")), "v0: model.safetensors is missing", True),
+        (lambda s: s.fs.pipe_file(s._key(0, MANIFEST), b"{"), "manifest.json", True),
+        (lambda s: s.fs.rm(s._key(0, ""), recursive=True), "not found: .*manifest.json", False),
     ],
 )
-def test_a_damaged_version_is_never_staged(store, tmp_path, damage, reason):
+def test_a_damaged_version_is_never_staged_and_one_that_is_not_there_is_not_blamed(
+    store, tmp_path, damage, reason, blame
+):
     publish(store, 1)
     damage(store)
-    with pytest.raises(VersionError, match=reason):
+    with pytest.raises(VersionError, match=reason) as caught:
         stage(store, 0, tmp_path, "t", None)
+    assert isinstance(caught.value, StoreUnavailable) is not blame
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_manifest_cannot_make_a_worker_write_elsewhere(store, tmp_path):
@@ -139,7 +144,9 @@ def test_pruning_keeps_the_newest_those_in_use_and_every_number_taken(store):
 
 
 def test_a_store_that_is_not_there_is_named_in_one_line(s3):
-    with pytest.raises(VersionError, match="version store s3://nowhere/x"):
+    with pytest.raises(StoreUnavailable, match="version store s3://nowhere/x"):
         RemoteStore("s3://nowhere/x").publish(make(1), torch.float32, target="t", parent=None)
+    with pytest.raises(StoreUnavailable, match="version store s3://nowhere/x"):
+        RemoteStore("s3://nowhere/x").manifest(3)
     with pytest.raises(VersionError, match="version store carrier-pigeon://x"):
         open_store("carrier-pigeon://x")

@@ -84,11 +84,11 @@ def test_a_bad_version_that_the_gate_let_through_comes_back_before_the_fleet_not
 def test_a_worker_that_cannot_take_it_sends_the_version_back_everywhere(watched: Trio) -> None:
     good = watched.activate("good")
     with Traffic(watched) as traffic:
-        lacking = watched.propose("good", lacking=True)
-        watched.wait(lambda s: lacking in s.rejected and s.phase == "idle")
+        torn = watched.propose("good", torn=True)
+        watched.wait(lambda s: torn in s.rejected and s.phase == "idle")
         watched.converged(good)
     assert not traffic.failures
-    event = next(e for e in watched.events() if e["what"] == "rolled_back" and e["from"] == lacking)
+    event = next(e for e in watched.events() if e["what"] == "rolled_back" and e["from"] == torn)
     assert "worker c could not take" in event["why"]
 
 

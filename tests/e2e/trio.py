@@ -39,7 +39,7 @@ POLICY = (
 
 
 class Trio:
-    """`c` has a version store of its own, so that a version can be missing there."""
+    """`c` has a version store of its own, so that a version can be torn there."""
 
     def __init__(self, home: Path, target: str, drafters: Path, redis: RedisServer) -> None:
         self.home, self.target, self.drafters, self.redis = home, target, drafters, redis
@@ -67,16 +67,18 @@ class Trio:
         process.url = f"http://127.0.0.1:{port}"
         return process
 
-    def publish(self, drafter: str, lacking: bool = False) -> int:
-        """A new version from a tiny drafter, in both stores or, `lacking`, not in c's."""
+    def publish(self, drafter: str, torn: bool = False) -> int:
+        """A new version from a tiny drafter, in both stores; `torn`: in c's a part of it is lacking."""
         loaded = load_drafter(self.drafters / drafter)
         number = self.store.publish(loaded, torch.float32, target=self.fingerprint, parent=None).number
-        if not lacking:
-            shutil.copytree(self.store.path(number), self.other.path(number))
+        shutil.copytree(self.store.path(number), self.other.path(number))
+        if torn:
+            weights = self.other.path(number) / "model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-100])
         return number
 
-    def propose(self, drafter: str, lacking: bool = False) -> int:
-        number = self.publish(drafter, lacking)
+    def propose(self, drafter: str, torn: bool = False) -> int:
+        number = self.publish(drafter, torn)
         self.release.propose(number, self.release.trainer_lease.hold(300), "test")
         return number
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaflash.controller import adopt, step
+from adaflash.controller import adopt, renewed, step
 from adaflash.fleet import Command, Refusal, ReleasePolicy, Seen, State
 from adaflash.live import Counters, Load
 
@@ -14,6 +14,7 @@ POLICY = ReleasePolicy(
     min_steps=500,
     failures=2,
     cooldown_seconds=1000,
+    fetch_seconds=50,
     change_seconds=30,
     lone_seconds=10,
 )
@@ -44,6 +45,7 @@ class Fleet:
         self.refuses: set[int] = set()
         self.slow: set[int] = set()
         self.stuck: set[str] = set()
+        self.unreached: set[str] = set()  # the store does not answer them
         self.events: list[dict] = []
         self.asked = 0
 
@@ -64,10 +66,19 @@ class Fleet:
             wanted, attempt = self.state.wanted(i), self.state.attempt
             if wanted in (w.version, None) or i in self.stuck or not w.capable:
                 continue
-            if wanted in self.refuses:
+            if i in self.unreached:
+                self.change(i, refused=Refusal(version=wanted, attempt=attempt, why="no answer", fault=False))
+            elif wanted in self.refuses:
                 self.change(i, refused=Refusal(version=wanted, attempt=attempt, why="torn"))
             else:
                 self.change(i, version=wanted, refused=None, epoch=f"{i}-{self.now}", counters=Counters())
+
+    def restart_unseen(self, seconds: float) -> None:
+        """Workers and controllers end and come back."""
+        self.now += seconds
+        for i in self.workers:
+            self.change(i, started=f"{i}-{self.now}", epoch=f"{i}-{self.now}", counters=Counters())
+        self.state = renewed(self.state, self.now, self.workers)
 
     def run(self, ticks: int = 60, busy: bool = True) -> None:
         for _ in range(ticks):
@@ -224,7 +235,9 @@ def test_a_candidate_that_harms_its_worker_is_taken_back(fleet, how):
     fleet.ask("propose", 2)
     fleet.run(4)
     (canary,) = fleet.state.moved
-    if how == "lost":
+    if how == "stuck":
+        fleet.change(canary, ready=False)  # in the middle of its swap
+    elif how == "lost":
         del fleet.workers[canary]
     elif how == "failed":
         fleet.change(canary, failed=True, ready=False)
@@ -245,20 +258,137 @@ def test_a_swap_that_ended_while_nobody_looked_is_no_failure(fleet):
     assert fleet.state.active == 2
 
 
-def test_a_version_that_could_not_be_brought_is_tried_again_later(fleet):
-    fleet.stuck = {"w0", "w1", "w2"}
+def test_a_version_that_could_not_be_brought_to_one_worker_is_tried_on_another(fleet):
+    fleet.unreached = {"w0"}
     fleet.ask("propose", 2)
+    fleet.run()
+    assert fleet.happened("excused")[0]["worker"] == "w0"
+    assert (fleet.state.active, fleet.state.rejected, fleet.happened("rolled_back")) == (2, (), [])
+    fleet.unreached.clear()
     fleet.run(2)
-    (canary,) = fleet.state.moved
-    fleet.change(canary, refused=Refusal(version=2, attempt=fleet.state.attempt, why="no answer", fault=False))
-    fleet.run(3)
+    assert fleet.running == {2}
+
+
+def test_a_version_that_could_be_brought_to_nobody_is_tried_again_later(fleet):
+    fleet.unreached = {"w0", "w1", "w2"}
+    fleet.ask("propose", 2)
+    fleet.run(8)
     s = fleet.state
     assert (s.phase, s.waiting, s.rejected, s.failures) == ("idle", 2, (), 0)
-    fleet.stuck.clear()
+    fleet.unreached.clear()
     fleet.run(5)
     assert fleet.state.phase == "idle", "it has to wait"
     fleet.run(100)
     assert fleet.state.active == 2
+
+
+def test_a_worker_that_fetches_slowly_says_nothing_against_a_version(fleet):
+    fleet.stuck = {"w0"}
+    fleet.ask("propose", 2)
+    fleet.run(45)
+    fleet.stuck.clear()
+    fleet.run()
+    assert (fleet.state.active, fleet.happened("excused")) == (2, [])
+
+
+def test_a_worker_that_fetches_too_slowly_is_left_out(fleet):
+    fleet.stuck = {"w0"}
+    fleet.ask("propose", 2)
+    fleet.run(150)
+    assert fleet.happened("excused")[0]["worker"] == "w0"
+    assert (fleet.state.active, fleet.state.rejected, fleet.state.failures) == (2, (), 0)
+
+
+def test_what_ended_while_nobody_looked_is_nobodys_fault(fleet):
+    """The whole stack was restarted: in a trial, and soon after a rollout."""
+    fleet.ask("propose", 2)
+    fleet.run(8)
+    assert fleet.state.moved
+    fleet.restart_unseen(5)
+    fleet.run()
+    assert (fleet.state.active, fleet.running, fleet.happened("rolled_back")) == (2, {2}, [])
+    assert fleet.state.watched
+    fleet.restart_unseen(5)
+    fleet.run()
+    assert (fleet.state.active, fleet.running, fleet.happened("rolled_back")) == (2, {2}, [])
+    for i in fleet.workers:
+        fleet.change(i, started="crashed")
+    fleet.run(3)
+    assert (fleet.state.active, fleet.state.rejected) == (1, (2,))
+
+
+def test_short_gaps_do_not_give_a_trial_new_time(fleet):
+    fleet.ask("propose", 2)
+    for _ in range(int(POLICY.canary_seconds / 90) + 2):
+        fleet.run(1, busy=False)
+        fleet.now += 99
+        fleet.state = renewed(fleet.state, fleet.now, fleet.workers, 10)
+    fleet.run(3, busy=False)
+    assert "too little traffic" in fleet.happened("rolled_back")[0]["why"]
+
+
+@pytest.mark.parametrize("verb", ["promote", "rollback"])
+def test_an_operators_choice_reaches_workers_that_the_active_version_keeps_from_being_ready(fleet, verb):
+    fleet.ask("propose", 2)
+    fleet.run()
+    for i in fleet.workers:
+        fleet.change(i, ready=False)
+    fleet.ask(verb, 1 if verb == "promote" else None)
+    fleet.run(3)
+    assert fleet.state.phase == "rolling"
+    fleet.run(int(POLICY.change_seconds))
+    assert (fleet.state.active, fleet.state.phase) == (1, "idle")
+
+
+def test_a_rollback_is_not_vetoed(fleet):
+    """What it leaves is worse, whatever becomes of the workers meanwhile."""
+    fleet.ask("propose", 2)
+    fleet.run()
+    fleet.unreached = {"w0"}
+    fleet.ask("rollback")
+    for k in (1, 2):
+        fleet.run(2)
+        fleet.change(f"w{k}", started="again")
+    fleet.run(100)
+    assert (fleet.state.active, fleet.state.phase) == (1, "idle")
+
+
+@pytest.mark.parametrize("chosen", [2, 4])
+def test_a_promotion_during_a_rollback_waits_for_its_end(fleet, chosen):
+    fleet.ask("propose", 2)
+    fleet.run()
+    fleet.ask("rollback")
+    fleet.run(2)
+    fleet.ask("promote", chosen)
+    fleet.run(20)
+    assert [e["to"] for e in fleet.happened("promoted")] == [1, 2, 1, chosen]
+    assert fleet.running == {chosen}
+    assert fleet.happened("rolled_back") == []
+
+
+def test_a_version_that_ends_workers_goes_back_although_the_next_is_on_trial(fleet):
+    fleet.workers |= {f"w{k}": Seen(version=1, started=f"w{k}-0") for k in (3, 4)}
+    fleet.ask("propose", 2)
+    fleet.run()
+    assert fleet.state.active == 2
+    fleet.ask("propose", 4)
+    fleet.run(3)
+    (canary,) = fleet.state.moved
+    for i in sorted(set(fleet.workers) - {canary})[:2]:
+        fleet.change(i, started="again")
+    fleet.run(5)
+    assert (fleet.state.active, fleet.state.rejected, fleet.running) == (1, (2,), {1})
+    fleet.run(100)
+    assert fleet.state.active == 4, "the candidate had nothing to do with it"
+
+
+def test_a_worker_that_ended_and_leaves_in_its_next_life_has_ended(fleet):
+    fleet.ask("propose", 2)
+    fleet.run()
+    for k in range(2):
+        fleet.change(f"w{k}", started="again", leaving=True)
+    fleet.run(5)
+    assert (fleet.state.active, fleet.state.rejected) == (1, (2,))
 
 
 def test_an_operators_choice_that_ends_its_workers_is_taken_back_at_the_second(fleet):

@@ -22,6 +22,7 @@ POLICY = ReleasePolicy(
     min_steps=300,
     failures=2,
     cooldown_seconds=200,
+    fetch_seconds=90,
     change_seconds=60,
     canary_seconds=600,
 )
@@ -42,6 +43,7 @@ class World(RuleBasedStateMachine):
         self.workers: dict[str, Seen] = {}
         self.swapping: tuple[str, int, int] | None = None  # the swap lock: worker, version, attempt
         self.stuck: set[str] = set()
+        self.away = False  # the version store
         self.reads: dict[int, tuple[State, dict[str, Seen], list[Command]]] = {}
         self.chosen: set[int] = set()  # by an operator
         self.passed: set[int] = set()  # compared with the rest
@@ -122,14 +124,17 @@ class World(RuleBasedStateMachine):
         if self.swapping is not None and self.swapping[0] == i:
             _, version, attempt = self.swapping
             self.swapping = None
-            if version in BROKEN:
-                change: dict[str, object] = {"refused": Refusal(version=version, attempt=attempt)}
+            if self.away:
+                change: dict[str, object] = {"refused": Refusal(version=version, attempt=attempt, fault=False)}
+            elif version in BROKEN:
+                change = {"refused": Refusal(version=version, attempt=attempt)}
             else:
                 change = {"version": version, "refused": None, "epoch": f"{self.now} {version}", "counters": Counters()}
             self.workers[i] = w.model_copy(update={"ready": True, **change})
             return
         wanted, attempt = self.store.wanted(i), self.store.attempt
         known = w.refused is not None and (w.refused.version, w.refused.attempt) == (wanted, attempt)
+        known = known and w.refused.fault
         if self.swapping is None and not known and wanted not in (None, w.version):
             self.swapping = (i, wanted, attempt)
             self.workers[i] = w.model_copy(update={"ready": False})
@@ -139,8 +144,12 @@ class World(RuleBasedStateMachine):
         """Every controller is away for a while; the next one knows that."""
         self.reads.clear()
         self.now += 500
-        state = renewed(self.store, self.now)
+        state = renewed(self.store, self.now, self.workers)
         self.store = state.but(revision=state.revision + 1)
+
+    @rule(away=st.booleans())
+    def the_store_comes_and_goes(self, away: bool) -> None:
+        self.away = away
 
     @rule(pick=st.integers(0, WORKERS - 1))
     def get_stuck(self, pick: int) -> None:
@@ -222,6 +231,7 @@ class World(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Left alone with workers that live, the fleet converges, whatever happened before."""
         self.stuck.clear()
+        self.away = False
         self._send("resume")
         self._send("unpin")
         for _ in range(300):

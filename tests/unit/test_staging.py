@@ -10,7 +10,7 @@ import pytest
 
 from adaflash.store import StoreUnavailable
 from adaflash.versions import VersionError
-from serving.worker.swap import stage_beside
+from serving.worker.swap import MOST_STAGING, STAGE_THREAD, stage_beside
 
 FOUND = (Path("v1"), None)
 
@@ -40,6 +40,20 @@ def test_a_store_that_hangs_ends_at_the_deadline_or_when_the_agent_is_asked_to_s
     assert stage_beside(hang.wait, lambda: next(answers), 60) is None
     assert time.monotonic() - began < 10
     hang.set()
+
+
+def test_copies_that_hang_are_not_piled_up():
+    hang = threading.Event()
+    for _ in range(MOST_STAGING):
+        with pytest.raises(StoreUnavailable, match="not copied within"):
+            stage_beside(hang.wait, lambda: True, 0)
+    with pytest.raises(StoreUnavailable, match="have not ended"):
+        stage_beside(lambda: FOUND, lambda: True, 10)
+    hang.set()
+    deadline = time.monotonic() + 10
+    while [t for t in threading.enumerate() if t.name == STAGE_THREAD] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert stage_beside(lambda: FOUND, lambda: True, 10) == FOUND
 
 
 def test_an_engine_that_ends_meanwhile_is_noticed():

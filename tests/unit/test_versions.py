@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from adaflash.checkpoint import CheckpointError, load_drafter
 from adaflash.fit_heads import with_heads
-from adaflash.store import VersionStore
+from adaflash.store import StoreUnavailable, VersionStore
 from adaflash.versions import Manifest, VersionError, parse_label, sha256, target_fingerprint, verify
 from tests.unit.test_drafter import CONFIG, make
 
@@ -31,12 +31,20 @@ def rewrite(directory, change):
     (directory / "manifest.json").write_text(json.dumps(m))
 
 
-def test_numbers_are_unique_and_increasing(store):
+def test_numbers_are_unique_and_increasing(store, monkeypatch):
     second = store.publish(make(2), torch.float32, target="t", parent=0)
     assert (store.numbers(), second.number, second.parent) == ([0, 1], 1, 0)
+    assert store.publish(make(3), torch.float32, target="t", parent=1, least=7).number == 7
+    assert store.publish(make(3), torch.float32, target="t", parent=1, least=3).number == 8
+    monkeypatch.setattr(store, "_claim", lambda _: 1)  # as two writers that looked at the same moment
     with pytest.raises(VersionError, match="already exists"):
-        store.publish(make(3), torch.float32, target="t", parent=1, number=1)
+        store.publish(make(3), torch.float32, target="t", parent=1)
     assert verify(store.path(1)) == second
+
+
+def test_a_version_that_the_store_lacks_is_not_the_versions_fault(store, tmp_path):
+    with pytest.raises(StoreUnavailable, match="v5 is missing"):
+        store.copy(5, tmp_path / "v5")
 
 
 def test_a_published_drafter_is_the_one_that_was_given(store):
@@ -79,6 +87,7 @@ def break_hash(d):
         (lambda d: (d / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda d: (d / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda d: (d / "manifest.json").write_text("{"), "manifest.json"),
+        (lambda d: (d / "manifest.json").write_bytes(b"\xff\xfe\x00"), "manifest.json"),
         (break_hash, "does not match the sha256"),
         (lambda d: rewrite(d, lambda w: w["norm.weight"].fill_(float("nan"))), "norm.weight is not finite"),
         (lambda d: rewrite(d, lambda w: w.pop("fc.weight")), "fc.weight is missing"),
