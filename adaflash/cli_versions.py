@@ -29,6 +29,9 @@ def list_versions(versions: Store, name: Name = None, redis_url: RedisUrl = None
 
     store = open_store(versions)
     use = _uses(name, redis_url)
+    for report in store.reported():
+        if report.startswith("v"):
+            use.setdefault(version_number(report), []).append("was rejected")
     table = Table()
     for column in ("version", "age", "parent", "tau at the gate", "MiB", "use"):
         table.add_column(column)
@@ -49,10 +52,36 @@ def list_versions(versions: Store, name: Name = None, redis_url: RedisUrl = None
 
 @app.command()
 def show(version: Version, versions: Store) -> None:
-    """Print a version's manifest: lineage, training, gate report, hashes."""
+    """Print a version's manifest: lineage, training, gate report, hashes; and why it was rejected, if it was."""
+    import json
+
+    from adaflash.store import open_store
+    from adaflash.versions import label
+
+    store, number = open_store(versions), version_number(version)
+    found = store.manifest(number).model_dump()
+    if label(number) in store.reported():
+        found["rejected"] = store.read_report(label(number))
+    print(json.dumps(found, indent=1))
+
+
+@app.command()
+def rejected(versions: Store) -> None:
+    """List what was rejected and why, the latest first: candidates of the gate, versions by fleet or operator."""
+    import time
+
+    from rich.console import Console
+    from rich.table import Table
+
     from adaflash.store import open_store
 
-    print(open_store(versions).manifest(version_number(version)).model_dump_json(indent=1))
+    store = open_store(versions)
+    reports = {name: store.read_report(name) for name in store.reported()}
+    table = Table("what", "age", "by", "why")
+    for name, r in sorted(reports.items(), key=lambda item: -float(item[1]["at"])):
+        who = r.get("who", "the gate" if "gate" in r else "")
+        table.add_row(name, _age(time.time() - float(r["at"])), str(who), str(r["why"]))
+    Console().print(table)
 
 
 @app.command()

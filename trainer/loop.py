@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -17,9 +18,10 @@ from adaflash.bootstrap import target_dtype
 from adaflash.checkpoint import load_drafter
 from adaflash.connect import connect, require
 from adaflash.errors import UserError
+from adaflash.fleet import State
 from adaflash.keys import Keys
 from adaflash.registry import Registry
-from adaflash.release import Fenced, ForeignState, Release
+from adaflash.release import Fenced, ForeignState, Release, read_events
 from adaflash.store import VersionStore, open_store
 from adaflash.target import target_shape
 from adaflash.versions import VersionError, label, target_fingerprint
@@ -123,6 +125,8 @@ def one_round(config: TrainerConfig, actors: cluster.Actors, release: Release, s
         prune(config, release)
     else:
         release.record("rejected", why=verdict.why, gate=verdict.report())
+        report = {"at": time.time(), "why": verdict.why, "gate": verdict.report()}
+        open_store(config.versions).report(f"round-{int(time.time()):010d}", report)
     status.announce(release.redis, release.keys, active=actors.active, round=means, verdict=asdict(verdict))
 
 
@@ -139,12 +143,29 @@ def prune(config: TrainerConfig, release: Release) -> None:
 
 def follow_fleet(config: TrainerConfig, actors: cluster.Actors, release: Release) -> None:
     """A candidate has to beat what the fleet runs, whoever chose that. Proposes again what Redis lost."""
-    state, known = release.state(), open_store(config.versions).numbers()
+    store = open_store(config.versions)
+    state, known = release.state(), store.numbers()
+    keep_rejections(store, state, release)
     if state.active is not None and state.active in known and state.active != actors.active:
         actors.follow(state.active)
     queued = [c.version for c in release.commands(state.applied) if c.verb == "propose"]
-    if known and known[-1] > state.known and known[-1] != state.active and known[-1] not in queued:
+    lost = known and known[-1] > state.known and known[-1] != state.active and known[-1] not in queued
+    if lost and label(known[-1]) not in store.reported():
         release.propose(known[-1], release.trainer_lease.hold(LEASE_SECONDS), "published, but not known to the fleet")
+
+
+def keep_rejections(store: VersionStore, state: State, release: Release) -> None:
+    """Writes why the fleet rejected a version beside the versions, where it outlives Redis."""
+    have = set(store.reported()) if state.rejected else set()
+    new = [n for n in state.rejected if label(n) not in have and n in store.numbers()]
+    if not new:
+        return
+    events = read_events(release.redis, release.keys)
+    for number in new:
+        said = [e for e in events if (e["what"], e.get("from")) == ("rolled_back", number)]
+        said += [e for e in events if (e["what"], e.get("to")) == ("reject", number)]
+        last = max(said, key=lambda e: float(e["at"]), default={"at": time.time()})
+        store.report(label(number), {"why": "", **{k: last[k] for k in ("at", "who", "why") if k in last}})
 
 
 def first_version(config: TrainerConfig, store: VersionStore, release: Release, fingerprint: str) -> None:

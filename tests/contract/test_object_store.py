@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from adaflash.checkpoint import load_drafter
-from adaflash.store import RemoteStore, StoreUnavailable, open_store
+from adaflash.remote_store import RemoteStore
+from adaflash.store import StoreUnavailable, open_store
 from adaflash.versions import MANIFEST, VersionError, verify
 from serving.ports import free_port
 from serving.worker.swap import stage
 from tests.unit.test_drafter import make
+from tests.unit.test_versions import reports_stay_and_old_ones_go
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +143,10 @@ def test_pruning_keeps_the_newest_those_in_use_and_every_number_taken(store):
     assert store.prune(2, {1}) == [0, 2]
     assert store.numbers() == [1, 3, 4]
     assert publish(store, 9).number == 5
+
+
+def test_reports_stay_beside_the_versions_and_old_ones_of_the_gate_go(store, monkeypatch):
+    reports_stay_and_old_ones_go(store, monkeypatch)
 
 
 def test_a_store_that_is_not_there_is_named_in_one_line(s3):

@@ -52,6 +52,17 @@ def test_ls_shows_the_gate_and_who_uses_what(store, released):
     assert "active" in rows["v4"] and "previous" in rows["v1"] and "worker w" in rows["v0"]
 
 
+def test_what_was_rejected_is_listed_with_the_reason_latest_first(store):
+    store.report("round-0000000007", {"at": 7.0, "why": "may be chance", "gate": {}})
+    store.report("v3", {"at": 9.0, "who": "gateway-a", "why": "acceptance length 1.20 on the canary"})
+    lines = run("rejected", "--versions", store.root).splitlines()
+    found = [line for line in lines if "v3" in line or "round-" in line]
+    assert re.search("v3 .*gateway-a .*acceptance length 1.20", found[0])
+    assert re.search("round-0000000007 .*the gate .*may be chance", found[1])
+    assert "was rejected" in next(r for r in run("ls", "--versions", store.root).splitlines() if "v3" in r)
+    assert json.loads(run("show", "3", "--versions", store.root))["rejected"]["who"] == "gateway-a"
+
+
 def test_show_prints_the_manifest_and_diff_what_moved(store):
     assert json.loads(run("show", "5", "--versions", store.root))["parent"] == 4
     text = run("diff", "v4", "5", "--versions", store.root)

@@ -93,6 +93,9 @@ def test_a_stream_of_random_ids_leads_to_no_proposal(trainers: Trainers) -> None
     commands = Release(trainers.redis.client(), KEYS).commands("0-0")
     assert [c.version for c in commands] == [0], "the first version, and nothing after it"
     assert trainers.store.numbers() == [0]
+    kept = [trainers.store.read_report(n) for n in trainers.store.reported()]
+    assert {e["why"] for e in rejected[:3]} <= {r["why"] for r in kept}
+    assert all(r["gate"]["why"] == r["why"] for r in kept)
     for e in rejected:
         print(f"{e['why']}: {e['gate']['tau_active']:.3f} -> {e['gate']['tau_candidate']:.3f}")
 

@@ -155,3 +155,25 @@ def test_a_published_version_is_readable_by_other_users(store):
     modes = {p.name: p.stat().st_mode & 0o777 for p in (store.path(0), *store.path(0).iterdir())}
     assert modes["v0"] == 0o755
     assert {m for n, m in modes.items() if n != "v0"} == {0o644}
+
+
+def reports_stay_and_old_ones_go(store, monkeypatch):
+    monkeypatch.setattr("adaflash.store.KEPT_REPORTS", 2)
+    assert store.reported() == []
+    store.report("v3", {"at": 1.0, "why": "slow"})
+    for k in range(4):
+        store.report(f"round-{k:010d}", {"at": float(k), "why": "no gain"})
+    assert store.reported() == ["round-0000000002", "round-0000000003", "v3"]
+    store.report("v3", {"at": 2.0, "why": "slower"})
+    assert store.read_report("v3") == {"at": 2.0, "why": "slower"}
+
+
+def test_reports_stay_beside_the_versions_and_old_ones_of_the_gate_go(store, monkeypatch):
+    reports_stay_and_old_ones_go(store, monkeypatch)
+    assert store.numbers() == [0]
+
+
+def test_a_report_that_cannot_be_written_is_the_stores_failure(store):
+    (store.root / "reports").write_text("in the way")
+    with pytest.raises(StoreUnavailable, match="version store"):
+        store.report("v0", {"at": 0.0, "why": "x"})
