@@ -161,9 +161,9 @@ def _rolling(s: State, now: float, usable: Workers, policy: ReleasePolicy, event
     left = [i for i in usable if i not in s.moved and i not in s.excused]
     if [i for i in left if usable[i].ready]:
         return _move_one(s, now, usable)
-    if not s.moved and s.origin != "rollback" and s.excused and not left:
-        return take_back(s, f"no worker could take {label(s.candidate or 0)}", now, again=True)
     patience = max(s.told_at, s.entered_at) + policy.change_seconds
+    if not s.moved and s.origin != "rollback" and s.excused and (not left or now >= patience):
+        return take_back(s, f"no worker could take {label(s.candidate or 0)}", now, again=True)
     if _held_back(s) or (left and now < patience) or (not s.moved and s.origin == "trainer"):
         return s
     # Where none is ready, the active version may be why: an operator's choice is what they are to start with.

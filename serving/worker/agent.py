@@ -15,6 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import psutil
 from prometheus_client import Counter, Gauge, Histogram
 from redis.exceptions import RedisError
 
@@ -70,7 +71,7 @@ class Agent:
         self._failed: dict[tuple[int, int], float] = {}  # version and the controller's attempt
         self.refused: Refusal | None = None
         self.started = uuid.uuid4().hex[:12]
-        self._schedulers: set[int] = set()
+        self._schedulers: set[psutil.Process] = set()
 
     def run(self) -> None:
         """Checks, start, proof, loop, drain. Raises one clear error if it cannot start."""

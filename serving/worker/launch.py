@@ -179,25 +179,39 @@ def end(process: subprocess.Popen[bytes], seconds: float) -> bool:
     return True
 
 
-def scheduler_lost(process: subprocess.Popen[bytes], seen: set[int]) -> bool:
+def scheduler_lost(process: subprocess.Popen[bytes], seen: set[psutil.Process]) -> bool:
     """True if a scheduler of the engine is gone; its HTTP server may live on and answer nothing.
 
-    `seen` keeps the schedulers' process ids between calls.
+    `seen` keeps the schedulers between calls.
     """
     try:
         children = psutil.Process(process.pid).children(recursive=True)
-        alive = {c.pid for c in children if _is_scheduler(c)}
     except psutil.NoSuchProcess:
         return False  # the engine itself is gone, which its exit code says better
-    seen |= alive
-    return not seen <= alive
+    seen |= {c for c in children if _has_title(c) and not _forked_by_scheduler(c)}
+    return not all(map(_runs, seen))
 
 
-def _is_scheduler(process: psutil.Process) -> bool:
+def _has_title(process: psutil.Process) -> bool:
     try:
-        running = process.status() != psutil.STATUS_ZOMBIE
-        return running and " ".join(process.cmdline()).startswith("sglang::scheduler")
+        return " ".join(process.cmdline()).startswith("sglang::scheduler")
     except psutil.Error:
+        return False  # gone, or a zombie
+
+
+def _forked_by_scheduler(process: psutil.Process) -> bool:
+    """What a scheduler forks, such as `lscpu` while it starts, keeps its title until it executes something."""
+    try:
+        parent = process.parent()
+    except psutil.NoSuchProcess:
+        return True  # a scheduler that goes so early ends its engine too
+    return parent is not None and _has_title(parent)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 

@@ -38,18 +38,20 @@ def s3():
     old = {k: os.environ.get(k) for k in given}
     os.environ.update(given)
     deadline = time.monotonic() + 60
-    while True:
-        try:
-            httpx.put(f"{url}/drafters", timeout=2, trust_env=False).raise_for_status()
-            break
-        except httpx.HTTPError:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
-    yield url
-    process.terminate()
-    process.wait(20)
-    for k, v in old.items():
-        os.environ.pop(k) if v is None else os.environ.update({k: v})
+    try:
+        while True:
+            try:
+                httpx.put(f"{url}/drafters", timeout=2, trust_env=False).raise_for_status()
+                break
+            except httpx.HTTPError:
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(20)
+        for k, v in old.items():
+            os.environ.pop(k) if v is None else os.environ.update({k: v})
 
 
 @pytest.fixture

@@ -150,9 +150,11 @@ def gateway(shared_redis: RedisServer, fleet: Fleet, tmp_path: Path) -> Iterator
     port = free_port()
     arguments = ("--name", NAME, "--port", str(port), "--redis-url", shared_redis.url)
     process = Process("gateway", tmp_path / "gateway.log", *arguments, ADAFLASH_GATEWAY_API_KEYS='["user-key"]')
-    process.wait_ready(f"http://127.0.0.1:{port}/readyz")
-    yield f"http://127.0.0.1:{port}"
-    process.stop()
+    try:
+        process.wait_ready(f"http://127.0.0.1:{port}/readyz")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.stop()
 
 
 def copy_drafter(source: Path, out: Path) -> Path:

@@ -61,8 +61,10 @@ def safe_mode(target_dir: str, drafter_dir: Path, redis_server: RedisServer, tmp
     """The same checkpoint under stock `DFLASH`."""
     arguments = ("--route", "dflash", "--drafter", str(drafter_dir / "weak"))
     worker = Worker(tmp_path / "worker.log", target_dir, "safe", redis_server.url, tmp_path / "store", *arguments)
-    yield worker.wait()
-    worker.stop()
+    try:
+        yield worker.wait()
+    finally:
+        worker.stop()
 
 
 def test_one_checkpoint_serves_the_safe_mode_with_the_same_histograms(

@@ -343,7 +343,10 @@ def test_a_cost_table_of_something_else_is_refused_with_what_to_do(
     table = cost_table(target_dir, 16, tmp_path)
     arguments = ("--drafter", str(drafter_dir / "headed"), "--verify", "adaptive", "--cost-table", str(table))
     worker = Worker(tmp_path / "worker.log", target_dir, "wrong", shared_redis.url, tmp_path / "store", *arguments)
-    assert worker.popen.wait(120) == 1
+    try:
+        assert worker.popen.wait(120) == 1
+    finally:
+        worker.stop()
     assert "block_size 16 was measured, 8 is served" in worker.log.read_text()
 
 

@@ -32,15 +32,19 @@ def test_ctrl_c_stops_every_process(target_dir: str, tmp_path: Path) -> None:
         demo = subprocess.Popen(
             command, stdout=out, stderr=out, cwd=ROOT, env=os.environ | {"ADAFLASH_CACHE": str(tmp_path / "cache")}
         )
-    deadline = time.monotonic() + 120
-    while not (logs := list((tmp_path / "cache").glob("demo/*/logs/trainer.log"))):
-        assert demo.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()
-        time.sleep(0.2)
-    run = logs[0].parent.parent.name
-    time.sleep(12)  # SGLang and Ray are in the middle of their start
-    assert len(mine(run)) >= 4
-    demo.send_signal(signal.SIGINT)
-    assert demo.wait(120) == 130
+    try:
+        deadline = time.monotonic() + 120
+        while not (logs := list((tmp_path / "cache").glob("demo/*/logs/trainer.log"))):
+            assert demo.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()
+            time.sleep(0.2)
+        run = logs[0].parent.parent.name
+        time.sleep(12)  # SGLang and Ray are in the middle of their start
+        assert len(mine(run)) >= 4
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(120) == 130
+    finally:
+        demo.terminate()
+        demo.wait(120)
     deadline = time.monotonic() + 20
     while left := mine(run):
         assert time.monotonic() < deadline, left

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -75,12 +77,23 @@ def test_the_committed_dashboard_is_the_generated_one(tmp_path: Path) -> None:
     assert (tmp_path / "d.json").read_text() == before
 
 
-def test_every_dashboard_query_has_data_in_a_real_prometheus(fleet: Fleet, gateway: str, tmp_path: Path) -> None:
+@pytest.fixture
+def started() -> Iterator[ExitStack]:
+    """Takes what is to be called at the end, the last first."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_every_dashboard_query_has_data_in_a_real_prometheus(
+    fleet: Fleet, gateway: str, started: ExitStack, tmp_path: Path
+) -> None:
     """Prometheus scrapes an adaptive worker, gateway and a trainer that has done a round; no query may be empty."""
     fleet.run("headed")
     target = str(fleet.drafters.parent / "target")
     arguments = ("--verify", "adaptive", "--cost-table", str(cost_table(target, 8, tmp_path)))
-    worker = Worker(tmp_path / "worker.log", target, NAME, fleet.redis.url, fleet.store.root, *arguments).wait()
+    worker = Worker(tmp_path / "worker.log", target, NAME, fleet.redis.url, fleet.store.root, *arguments)
+    started.callback(worker.stop)
+    worker.wait()
     fleet.run("headed")  # a swap to show, before the trainer holds the lease
     ops = free_port()
     small = ("round.rollouts=4", "round.max_wait_seconds=5", "round.steps=2", "gate.margin=99", "threads=1")
@@ -89,6 +102,7 @@ def test_every_dashboard_query_has_data_in_a_real_prometheus(fleet: Fleet, gatew
         *("--versions", str(fleet.store.root), "--state", str(tmp_path / "state"), "--ops-port", str(ops)),
         *("--redis-url", fleet.redis.url, *(x for s in small for x in ("--set", s))),
     )
+    started.callback(trainer.stop)
     targets = {
         "gateway:8000": gateway.removeprefix("http://"),
         "worker:30000": f"127.0.0.1:{worker.port}",
@@ -113,26 +127,20 @@ def test_every_dashboard_query_has_data_in_a_real_prometheus(fleet: Fleet, gatew
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-    try:
-        trainer.wait_ready(f"http://127.0.0.1:{ops}/readyz")
-        panels = json.loads((DEPLOY / "grafana" / "dashboards" / "adaflash.json").read_text())["panels"]
-        waiting = {t["expr"] for p in panels for t in p["targets"]}
-        deadline = time.monotonic() + 120
-        headers = {"Authorization": "Bearer user-key"}
-        while waiting:
-            assert time.monotonic() < deadline, f"no data for {sorted(waiting)}; {scrape_errors(url)}"
-            worker.generate(walk_prompts(4), 24)
-            body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
-            assert (
-                httpx.post(f"{gateway}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code == 200
-            )
-            waiting = {e for e in waiting if not has_data(url, e)}
-            time.sleep(1)
-    finally:
-        prometheus.terminate()
-        prometheus.wait()
-        trainer.stop()
-        worker.stop()
+    started.callback(prometheus.wait)
+    started.callback(prometheus.terminate)
+    trainer.wait_ready(f"http://127.0.0.1:{ops}/readyz")
+    panels = json.loads((DEPLOY / "grafana" / "dashboards" / "adaflash.json").read_text())["panels"]
+    waiting = {t["expr"] for p in panels for t in p["targets"]}
+    deadline = time.monotonic() + 120
+    headers = {"Authorization": "Bearer user-key"}
+    while waiting:
+        assert time.monotonic() < deadline, f"no data for {sorted(waiting)}; {scrape_errors(url)}"
+        worker.generate(walk_prompts(4), 24)
+        body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+        assert httpx.post(f"{gateway}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code == 200
+        waiting = {e for e in waiting if not has_data(url, e)}
+        time.sleep(1)
 
 
 def has_data(url: str, expression: str) -> bool:

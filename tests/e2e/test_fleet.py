@@ -21,6 +21,7 @@ def trio(
 ) -> Iterator[Trio]:
     made = Trio(tmp_path_factory.mktemp("trio"), target_dir, drafter_dir, shared_redis)
     try:
+        made.wait_ready()
         yield made
     finally:
         made.stop()

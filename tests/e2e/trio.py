@@ -49,6 +49,8 @@ class Trio:
         self.release = Release(self.client, KEYS, "test")
         self.workers = {name: self.start_worker(name) for name in ("a", "b", "c")}
         self.gateways = [self.start_gateway(), self.start_gateway()]
+
+    def wait_ready(self) -> None:
         for w in self.workers.values():
             w.wait()
         for g in self.gateways:

@@ -559,6 +559,15 @@ def test_an_operators_choice_that_nobody_can_take_goes_back_and_loses_its_pin(fl
     assert (fleet.state.phase, fleet.state.active, fleet.state.pinned) == ("idle", 1, None)
 
 
+def test_an_operators_choice_that_no_ready_worker_can_take_goes_back_although_another_is_not_ready(fleet):
+    fleet.refuses = {4}
+    fleet.change("w2", ready=False)
+    fleet.ask("promote", 4)
+    fleet.run(120)
+    assert (fleet.state.phase, fleet.state.active) == ("idle", 1)
+    assert "no worker could take v4" in fleet.happened("rolled_back")[0]["why"]
+
+
 def test_pause_stops_what_goes_forward_and_nothing_that_goes_back(fleet):
     fleet.ask("propose", 2)
     fleet.run(4)
