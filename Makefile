@@ -3,7 +3,7 @@
 unexport PYTHONDONTWRITEBYTECODE
 PYTHON := .venv/bin/python
 DEMO_ARGS ?=
-PROMPTS ?= $(wildcard ../shared/data/*.jsonl)
+PROMPTS ?=
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,7 +46,7 @@ bench-step: setup ## Time and memory of a distillation step beside a straightfor
 bench-verify: setup model ## Whole blocks against adaptive verify lengths under load (benchmarks/results/verify_budget.md)
 	@$(PYTHON) -m benchmarks.verify_budget
 
-ablation: setup model ## What each choice of the distillation is worth; hours (PROMPTS="a.jsonl b.jsonl" for your own)
+ablation: setup model ## What each choice of the distillation is worth; hours (PROMPTS="gsm8k.jsonl mbpp.jsonl" for real prompts)
 	@OMP_WAIT_POLICY=PASSIVE $(PYTHON) -m benchmarks.ablation --prompts $(PROMPTS)
 
 clean: ## Remove what was built in the clone (the cache outside it stays)
