@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +40,8 @@ Set = Annotated[
 
 def main() -> None:
     """Runs the command; expected errors become one line on stderr and exit code 1."""
+    # Explicitly: a shell that starts a command in the background leaves SIGINT ignored, and no Ctrl-C would end it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     log_format = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=log_format, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)

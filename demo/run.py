@@ -255,8 +255,6 @@ def verdict(s: report.Summary) -> str:
 def run(options: Options) -> None:
     """Runs the demo, prints the result, exits non-zero if the loop did not visibly work."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # Explicitly: a shell that starts the demo in the background leaves SIGINT ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     runs = cache_dir() / "demo"
     runs.mkdir(parents=True, exist_ok=True)

@@ -61,8 +61,10 @@ def test_events_tell_who_did_what_and_why_and_only_the_last_ones(redis_server, r
 
 
 def test_following_prints_what_happens_and_ends_on_ctrl_c(redis_server, release):
-    command = [sys.executable, "-m", "adaflash.cli", "events", "--name", "m", "--redis-url", redis_server.url, "-f"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # As a script starts it in the background: with SIGINT ignored.
+    shell = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-m", "adaflash.cli"]
+    command = ["events", "--name", "m", "--redis-url", redis_server.url, "-f"]
+    process = subprocess.Popen([*shell, *command], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         assert "promoted v3" in process.stdout.readline()

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from adaflash.store import VersionStore
 from adaflash.versions import target_fingerprint
 from tests import tiny
 from tests.conftest import RedisServer
-from tests.e2e.servers import Process, Worker
+from tests.e2e.servers import ROW_SECONDS, Process, Worker, cost_table
 from tests.release import activate
 
 NAME = "tiny"
@@ -121,6 +122,32 @@ def plain(
         yield worker.wait()
     finally:
         worker.stop()
+
+
+@pytest.fixture(scope="session")
+def start(
+    target_dir: str, drafter_dir: Path, shared_redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Callable:
+    """Starts a worker of its own that verifies as its arguments say; a context manager that yields a `Fleet`."""
+
+    @contextmanager
+    def go(
+        name: str, drafter: str, verify: str, *settings: str, row_seconds: float = ROW_SECONDS, **env: str
+    ) -> Iterator[Fleet]:
+        home = tmp_path_factory.mktemp(name)
+        block = load_drafter(drafter_dir / drafter).config.block_size
+        store = VersionStore(home / "store")
+        arguments = ["--drafter", str(drafter_dir / drafter), "--verify", verify]
+        arguments += ["--cost-table", str(cost_table(target_dir, block, home, row_seconds)), "--set", "speculation=on"]
+        for pair in settings:
+            arguments += ["--set", pair]
+        worker = Worker(home / "worker.log", target_dir, name, shared_redis.url, store.root, *arguments, **env)
+        try:
+            yield Fleet(worker.wait(), shared_redis, store, drafter_dir, target_fingerprint(target_dir))
+        finally:
+            worker.stop()
+
+    return go
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,15 @@ from pathlib import Path
 
 import httpx
 
+from adaflash.cost import CostTable
+from adaflash.versions import target_fingerprint
 from serving.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 ADMIN_KEY = "test-admin-key"
 START_SECONDS = 420
+ROW_SECONDS, STEP_SECONDS = 0.002, 0.01  # of the cost table that tests make up
+OFF, PLANNED = 1e-7, 1.0  # SGLang's budget switch: do not draft; plan
 
 
 class Process:
@@ -93,3 +97,25 @@ class Worker(Process):
 
 def pad(histogram: list[int] | None, width: int = 8) -> list[int]:
     return [*(histogram or []), *[0] * (width - len(histogram or []))]
+
+
+def cost_table(target: str, block: int, home: Path, row_seconds: float = ROW_SECONDS) -> Path:
+    """A made-up table whose rows cost enough that lengths differ."""
+    slots = block - 1
+    CostTable(
+        machine="made up",
+        target=target_fingerprint(target),
+        sglang="0",
+        block_size=block,
+        requests=(1, 16),
+        fractions=(0.0, 1.0),
+        seconds=tuple((STEP_SECONDS, STEP_SECONDS + row_seconds * slots * r) for r in (1, 16)),
+        plain_seconds=(STEP_SECONDS * 0.9,) * 2,
+    ).save(home / "cost.json")
+    return home / "cost.json"
+
+
+def budget(worker: Worker, fraction: float) -> None:
+    """How much of the slots an adaptive worker verifies from now on: `OFF`, `PLANNED` or a share of all."""
+    r = worker.http.post("/set_internal_state", json={"server_args": {"dspark_force_budget_frac": fraction}})
+    assert r.status_code == 200 and r.json() == [True], r.text

@@ -7,7 +7,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,61 +15,15 @@ from adaflash.checkpoint import load_drafter, read_weights
 from adaflash.cost import CostTable
 from adaflash.keys import Keys
 from adaflash.rollouts import FIELD, unpack
-from adaflash.store import VersionStore
 from adaflash.versions import target_fingerprint
 from tests import reference, tiny
 from tests.conftest import RedisServer
-from tests.e2e import adaptive as checks
+from tests.e2e import checks
 from tests.e2e.conftest import Fleet, text_prompts, walk_prompts
-from tests.e2e.servers import Worker, pad
-from tests.e2e.test_lossless import p_value, sampled_pairs
+from tests.e2e.servers import OFF, PLANNED, ROW_SECONDS, STEP_SECONDS, Worker, budget, cost_table, pad
 
 TOKENS = 33
 PROMPTS = [*walk_prompts(4, seed=21), *text_prompts(2)]
-ROW_SECONDS, STEP_SECONDS = 0.002, 0.01  # of the cost table that these tests make up
-OFF, PLANNED = 1e-7, 1.0  # SGLang's budget switch: do not draft; plan
-
-
-def cost_table(target: str, block: int, home: Path, row_seconds: float = ROW_SECONDS) -> Path:
-    """A made-up table whose rows cost enough that lengths differ."""
-    slots = block - 1
-    CostTable(
-        machine="made up",
-        target=target_fingerprint(target),
-        sglang="0",
-        block_size=block,
-        requests=(1, 16),
-        fractions=(0.0, 1.0),
-        seconds=tuple((STEP_SECONDS, STEP_SECONDS + row_seconds * slots * r) for r in (1, 16)),
-        plain_seconds=(STEP_SECONDS * 0.9,) * 2,
-    ).save(home / "cost.json")
-    return home / "cost.json"
-
-
-@pytest.fixture(scope="session")
-def start(
-    target_dir: str, drafter_dir: Path, shared_redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
-) -> Callable:
-    """Starts a worker of its own that verifies as its arguments say; a context manager that yields a `Fleet`."""
-
-    @contextmanager
-    def go(
-        name: str, drafter: str, verify: str, *settings: str, row_seconds: float = ROW_SECONDS, **env: str
-    ) -> Iterator[Fleet]:
-        home = tmp_path_factory.mktemp(name)
-        block = load_drafter(drafter_dir / drafter).config.block_size
-        store = VersionStore(home / "store")
-        arguments = ["--drafter", str(drafter_dir / drafter), "--verify", verify]
-        arguments += ["--cost-table", str(cost_table(target_dir, block, home, row_seconds)), "--set", "speculation=on"]
-        for pair in settings:
-            arguments += ["--set", pair]
-        worker = Worker(home / "worker.log", target_dir, name, shared_redis.url, store.root, *arguments, **env)
-        try:
-            yield Fleet(worker.wait(), shared_redis, store, drafter_dir, target_fingerprint(target_dir))
-        finally:
-            worker.stop()
-
-    return go
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +102,6 @@ def test_the_draft_state_stays_in_sync_while_speculation_is_off(exact: Fleet, mo
     assert pad(meta["spec_cap_lens_histogram"], 9) == [verified.count(k) for k in range(9)]
 
 
-def budget(worker: Worker, fraction: float) -> None:
-    r = worker.http.post("/set_internal_state", json={"server_args": {"dspark_force_budget_frac": fraction}})
-    assert r.status_code == 200 and r.json() == [True], r.text
-
-
 @pytest.mark.parametrize("fraction", [OFF, 0.3, PLANNED])
 def test_adaptive_requests_answer_as_plain_ones(exact: Fleet, plain: Worker, fraction: float) -> None:
     exact.run("headed")
@@ -202,28 +150,20 @@ def test_overlapped_requests_answer_as_plain_ones(overlapped: Fleet, plain: Work
     checks.everything(overlapped.worker, plain)
 
 
-def test_overlapped_sampling_has_the_targets_distribution(overlapped: Fleet, plain: Worker) -> None:
+@pytest.mark.parametrize("fraction", [OFF, PLANNED])
+def test_sampled_tokens_have_the_targets_distribution(overlapped: Fleet, plain: Worker, fraction: float) -> None:
     overlapped.run("headed")
-    prompt = text_prompts(1)[0]
-    on, off = (sampled_pairs(w, prompt, 3000) for w in (overlapped.worker, plain))
-    from collections import Counter
-
-    for place in (0, 1):
-        p = p_value(Counter(x[place] for x in on), Counter(x[place] for x in off))
-        print(f"chi-square of token {place + 1}, adaptive: p = {p:.3f}")
-        assert p > 0.01
-    p = p_value(Counter(on), Counter(off))
-    print(f"chi-square of the pair, adaptive: p = {p:.3f}")
-    assert p > 0.01
+    budget(overlapped.worker, fraction)
+    try:
+        checks.sampling_has_the_targets_distribution(overlapped.worker, plain)
+    finally:
+        budget(overlapped.worker, PLANNED)
 
 
 def test_text_stays_the_targets_while_headed_and_headless_drafters_are_swapped(
     overlapped: Fleet, plain: Worker
 ) -> None:
-    want = plain.greedy(checks.PROMPTS, 40)
-    numbers = [overlapped.publish(d) for d in ("headed-weak", "random", "headed")]
-    swaps, spanned = overlapped.serve_during_swaps(checks.PROMPTS * 3, want * 3, 40, numbers)
-    assert swaps >= 2 and spanned
+    checks.swaps_keep_the_text(overlapped, plain, "headed-weak", "random", "headed")
 
 
 def test_prefix_hits_keep_acceptance_also_after_a_swap(overlapped: Fleet) -> None:
@@ -285,6 +225,8 @@ def test_the_length_rule_at_width_16_verifies_what_the_scalar_head_says(
         rule = lambda w: lambda hidden: reference.length_rows(w, hidden, rate)  # noqa: E731
         follows_the_reference(fleet.worker, model, fleet.drafters / "wide", rule, 16)
         checks.everything(fleet.worker, plain)
+        checks.sampling_has_the_targets_distribution(fleet.worker, plain)
+        checks.swaps_keep_the_text(fleet, plain, "wide-weak", "wide")
 
 
 def test_shadow_changes_nothing_and_reports_what_it_would_choose(start: Callable, plain: Worker, model: object) -> None:
@@ -294,6 +236,8 @@ def test_shadow_changes_nothing_and_reports_what_it_would_choose(start: Callable
             meta = fleet.worker.generate([prompt], TOKENS)[0]["meta_info"]
             assert pad(meta["spec_correct_drafts_histogram"]) == [correct.count(k) for k in range(8)]
         checks.everything(fleet.worker, plain)
+        checks.sampling_has_the_targets_distribution(fleet.worker, plain)
+        checks.swaps_keep_the_text(fleet, plain, "headed-weak", "headed")
         m = metrics(fleet.worker)
         kinds = ("measured", "predicted", "whole_block")
         tokens = [m[f'adaflash_step_tokens_total{{kind="{k}"}}'] for k in kinds]
@@ -308,8 +252,9 @@ def test_the_budget_at_width_2_follows_the_reference_and_keeps_the_text(
     with start("narrow", "narrow", "adaptive", "overlap=false", row_seconds=dear) as fleet:
         rule = lambda w: survival_rule(w, dear)  # noqa: E731
         follows_the_reference(fleet.worker, model, fleet.drafters / "narrow", rule, 2)
-        checks.mixed_batches_give_the_plain_text(fleet.worker, plain)
-        checks.ends_inside_a_block_cut_exactly(fleet.worker, plain)
+        checks.everything(fleet.worker, plain)
+        checks.sampling_has_the_targets_distribution(fleet.worker, plain)
+        checks.swaps_keep_the_text(fleet, plain, "narrow-weak", "narrow")
 
 
 def test_two_tensor_parallel_ranks_choose_the_same_lengths_switch_together_and_swap(

@@ -17,8 +17,7 @@ import pytest
 
 from serving.ports import free_port
 from tests.e2e.conftest import NAME, Fleet, walk_prompts
-from tests.e2e.servers import ROOT, Process, Worker
-from tests.e2e.test_adaptive import cost_table
+from tests.e2e.servers import ROOT, Process, Worker, cost_table
 
 DEPLOY = ROOT / "deploy"
 TOOLS = Path(sys.executable).parent

@@ -1,12 +1,14 @@
-"""What every way of verifying has to keep: the checks that each engine of `test_adaptive.py` goes through."""
+"""What every way of verifying has to keep, at every width: the checks that each engine of the tests goes through."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import torch
+from scipy.stats import chi2_contingency
 
-from tests.e2e.conftest import text_prompts, walk_prompts
+from tests.e2e.conftest import Fleet, text_prompts, walk_prompts
 from tests.e2e.servers import Worker
 
 PROMPTS = [*walk_prompts(10, seed=31), *text_prompts(6)]
@@ -90,10 +92,52 @@ def grammars_are_served_with_the_plain_answer(worker: Worker, plain: Worker) -> 
 
 
 def everything(worker: Worker, plain: Worker) -> None:
-    """All of the above."""
+    """All of the above, and sampling that leaves one choice."""
     mixed_batches_give_the_plain_text(worker, plain)
     ends_inside_a_block_cut_exactly(worker, plain)
     logprobs_are_the_plain_ones(worker, plain)
     grammars_are_served_with_the_plain_answer(worker, plain)
     outs = worker.generate(PROMPTS[:6], 20, temperature=1.0, top_k=1)
     assert [o["output_ids"] for o in outs] == plain.greedy(PROMPTS[:6], 20)
+
+
+def swaps_keep_the_text(fleet: Fleet, plain: Worker, *drafters: str) -> None:
+    """The plain text from four clients while `drafters` are swapped in turn."""
+    want = plain.greedy(PROMPTS, 40)
+    numbers = [fleet.publish(d) for d in drafters]
+    swaps, spanned = fleet.serve_during_swaps(PROMPTS * 3, want * 3, 40, numbers)
+    assert swaps >= 2 and spanned, "no request lived through a swap; the check proved nothing"
+
+
+def sampling_has_the_targets_distribution(worker: Worker, plain: Worker, count: int = 3000) -> None:
+    """First token, second token and the pair, by chi-square at 1 %.
+
+    Chance alone fails one look in forty or so, a bias fails every look; so it takes two.
+    """
+    prompt = text_prompts(1)[0]
+    for _ in range(2):
+        on, off = (_pairs(w, prompt, count) for w in (worker, plain))
+        p = [_p_value(Counter(x[i] for x in on), Counter(x[i] for x in off)) for i in (0, 1)]
+        p.append(_p_value(Counter(on), Counter(off)))
+        print(f"chi-square of {count} samples: p = {p[0]:.3f} (token 1), {p[1]:.3f} (token 2), {p[2]:.3f} (pair)")
+        if min(p) > 0.01:
+            return
+    raise AssertionError(f"sampled tokens do not have the target's distribution: p = {p}")
+
+
+def _pairs(worker: Worker, prompt: list[int], count: int) -> list[tuple[int, ...]]:
+    """First and second tokens of `count` samples at temperature 1."""
+    pairs: list[tuple[int, ...]] = []
+    while len(pairs) < count:
+        outs = worker.generate([prompt] * 250, 4, temperature=1.0)
+        pairs += [tuple(o["output_ids"][:2]) for o in outs]
+    return pairs[:count]
+
+
+def _p_value(a: Counter, b: Counter) -> float:
+    """Chi-square of two samples being from one distribution; rare values are pooled."""
+    keys = [k for k in a | b if a[k] + b[k] >= 20]
+    rows = [[c[k] for k in keys] + [sum(c.values()) - sum(c[k] for k in keys)] for c in (a, b)]
+    columns = [(x, y) for x, y in zip(*rows, strict=True) if x + y > 0]
+    assert len(columns) >= 3, "the distribution is too narrow for the test to mean anything"
+    return float(chi2_contingency(torch.tensor(columns).T.numpy()).pvalue)
